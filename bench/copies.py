@@ -163,7 +163,7 @@ def _transport_marked(counter: _Counter) -> Iterator[None]:
     copy of gloo's it belongs under "in transport", not among the copies around collectives.
     """
     try:
-        from shardwise.comm.gloo import GlooExchange
+        from shardwise.comm.communicators import GlooExchange
     except ImportError:
         yield
         return

@@ -69,7 +69,7 @@ class Memory:
             self.phase = event
         buckets = [bucket for group in self.groups for bucket in group.unsharded.buckets]
         unsharded = sum(bucket.buffer._storage.nbytes() for bucket in buckets)
-        waiting = [full.grad for group in self.groups for full in group.unsharded.params]
+        waiting = [full.grad for group in self.groups for full in group.unsharded.full_params]
         flying = [g for group in self.groups for r in group.gradients.in_flight() for g in r.gradients]
         gradients = sum(g.untyped_storage().nbytes() for g in (*waiting, *flying) if g is not None)
         self.peaks[self.phase] = max(self.peaks[self.phase], unsharded)

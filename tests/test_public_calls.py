@@ -35,7 +35,7 @@ from shardwise import (
     unsharded,
 )
 from shardwise.init import check_replicas, sync_module_states
-from shardwise.optim import Muon, WholeMatrices, grad_norms_by_module, on_whole_matrices
+from shardwise.optim import Muon, WholeMatrices, WholeParameters, grad_norms_by_module, on_whole_matrices
 from shardwise.ranks import StopSignal
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict, save_safetensors
@@ -123,6 +123,10 @@ def _muon(job: Job) -> None:
     Muon(job.model.parameters(), is_matrix=lambda name, param: param.dim() == 2).step()
 
 
+def _whole_parameters(job: Job) -> Any:
+    return WholeParameters(torch.optim.SGD, job.model[0].parameters(), lr=0.1)
+
+
 def _stop_signal(job: Job) -> None:
     with StopSignal() as stop:
         stop.requested()
@@ -166,6 +170,11 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "init.sync_module_states": lambda job: sync_module_states(job.model),
     "optim.Muon.step": _muon,
     "optim.WholeMatrices.apply": lambda job: WholeMatrices(job.matrices).apply(job.matrices, negated),
+    "optim.WholeParameters": _whole_parameters,
+    "optim.WholeParameters.add_param_group": lambda job: _whole_parameters(job).add_param_group(
+        {"params": list(job.model[1].parameters())}
+    ),
+    "optim.WholeParameters.step": lambda job: _whole_parameters(job).step(),
     "optim.grad_norms_by_module": lambda job: grad_norms_by_module(job.model),
     "optim.on_whole_matrices": lambda job: on_whole_matrices(job.matrices, negated),
     "state.iter_full_parameters": lambda job: list(iter_full_parameters(job.model)),
@@ -183,7 +192,7 @@ LOCAL = {
     *("compile_options", "estimate", "explain", "latest_checkpoint", "merge_traces", "no_sync"),
     *("register_fsdp_forward_method", "share_comm_ctx", "strategies.register_comm_hook"),
     *("optim.FlatOptimizer", "optim.FlatOptimizer.step", "optim.FlatOptimizer.stepped_parameters"),
-    *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices"),
+    *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices", "optim.WholeParameters.owns"),
     *("optim.is_hidden_matrix", "optim.newton_schulz", "optim.offload_optimizer_state"),
     *("state.EMA", "state.EMA.load_state_dict", "state.EMA.state_dict", "state.EMA.swap", "state.EMA.update"),
     *("state.LoadReport", "state.rekey_optimizer_state_dict", "ranks.set_wait_limit"),
@@ -281,6 +290,9 @@ init.check_replicas: check_replicas
 init.sync_module_states: sync_module_states
 optim.Muon.step: Muon.step
 optim.WholeMatrices.apply: WholeMatrices
+optim.WholeParameters: WholeParameters
+optim.WholeParameters.add_param_group: WholeParameters, WholeParameters.add_param_group
+optim.WholeParameters.step: WholeParameters, WholeParameters.step
 optim.grad_norms_by_module: grad_norms_by_module
 optim.on_whole_matrices: WholeMatrices
 state.iter_full_parameters: iter_full_parameters

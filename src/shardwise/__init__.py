@@ -17,7 +17,7 @@ packages:
 """
 
 from shardwise.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.compile.options import compile_options
+from shardwise.compile.overlap import compile_options
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
@@ -31,7 +31,7 @@ from shardwise.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
+from shardwise.setup.hooks import register_fsdp_forward_method, share_comm_ctx
 from shardwise.state import full_state_dict, inference, load_full_state_dict, no_sync, unsharded
 from shardwise.strategies import explain, shard_model
 from shardwise.tracing.files.merging import merge_traces

@@ -12,19 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.buckets.optimizer_steps import install_step_hooks
-
-# Eager steps go through compile as well: one hook serves both, and asks at each call whether it is traced.
 from shardwise.compile import traced
-from shardwise.compile.hooks import install_hooks
 from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
-from shardwise.fsdp_module.sharded_module import ShardedModule
-from shardwise.groups.added_parameters import Owner, owner_of, set_owner
-from shardwise.groups.casts import Casts, cast_around
+from shardwise.fsdp_module import ShardedModule
+from shardwise.fsdp_module.arguments import check_flags
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import Owner, owner_of, set_owner
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import resolve_mesh
-from shardwise.layout.precision import PrecisionRule, precision_of
+from shardwise.layout.precision import Casts, PrecisionRule, cast_around, precision_of
 from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
 from shardwise.policies import (
     CommPolicy,
@@ -44,11 +41,11 @@ from shardwise.setup.discovery import (
     modules_to_manage,
     names_below,
 )
+from shardwise.setup.hooks import install_hooks
 from shardwise.setup.outside_calls import explain_calls
 from shardwise.setup.sharded_class import original_class, sharded_class
 from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
-    check_flags,
     check_ignored,
     check_modules,
     check_offload,

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import load_checkpoint, save_checkpoint
-from shardwise.layout.coverage import why_not_covered
-from shardwise.layout.regions import Region
+from shardwise.layout.regions import Region, why_not_covered
 from shardwise.state import EMA
 
 

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import FlatShard, UnshardedBuffer, with_own_storage
-from shardwise.comm.communicators import BackendCollectives, Communicator, SingleRank, make_communicator
-from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.communicators import (
+    BackendCollectives,
+    Communicator,
+    GlooExchange,
+    SingleRank,
+    make_communicator,
+)
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.streams import HostStream
 from shardwise.layout.slots import Layout, Slot, plan_layout

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy, fully_shard
-from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.communicators import GlooExchange
 
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
 PREFETCHES_AFTER = CommPolicy(packing_limit_bytes=0, part_bytes=0, prefetch=2, backward_prefetch="after")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
 from simulated_device import Device, Event, Stream, install
 
-from shardwise.comm import buffers
+from shardwise.comm import buffers, reduction
 from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
@@ -118,24 +119,6 @@ def test_on_the_host_synchronizing_is_waiting() -> None:
     ticket.synchronize()
     ticket.wait()
     assert log == ["start", "finish"]
-
-
-def test_a_host_stream_that_follows_another_starts_when_that_has_finished() -> None:
-    log: list[str] = []
-    first, second = HostStream(), HostStream()
-    ticket = first.submit(work(log))
-    second.wait_for(first, ticket)
-    second.submit(work(log))
-    ticket.wait()
-    assert log == ["start", "finish", "start"]
-
-
-def test_a_device_stream_that_follows_another_is_queued_behind_it_and_nobody_waits(log: list[str]) -> None:
-    streams = named_streams()
-    ticket = streams.reduce_scatter.submit(work([]))
-    log.clear()
-    streams.all_reduce.wait_for(streams.reduce_scatter, ticket)
-    assert log == ["all_reduce waits for all of reduce_scatter"]
 
 
 def test_a_device_stream_may_follow_an_event_of_the_device_instead_of_all_of_the_computation(
@@ -274,18 +257,25 @@ class LoggedReduce:
     """Sums over the shards, as the log tells it."""
 
     reduce_memory_factor = 1.0
+    device = CPU
 
     def __init__(self, log: list[str], name: str = "") -> None:
         self.log, self.name = log, name
+        self.layout = WIDE
 
     def start(
         self, stream: Any, part: GradientPart, gradients: Sequence[Any], sums: Any, divisor: float
     ) -> Any:
-        output = sums()
+        with mock.patch.object(reduction, "buffer_for", self.allocate):
+            output = sums()
         self.log.append(f"sum over shards{self.name} starts")
         tell(self.log, f"sums{self.name}", output)
         output.view(torch.float64).fill_(len(gradients) / divisor)
         return lambda: self.log.append(f"sum over shards{self.name} ends")
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.log.append(f"sums{self.name} are allocated")
+        return buffer_for(*args, **kwargs)
 
 
 def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:
@@ -305,8 +295,8 @@ def tell(log: list[str], what: str, thing: Any) -> None:
 def replicas(log: list[str]) -> SecondStage:
     """Others to sum over: the sums double."""
 
-    def sum_up(tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], None]:
-        log.append(f"sum over replicas starts {'beside the computation' if is_async else 'on the stream'}")
+    def sum_up(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        log.append("sum over replicas starts")
         for tensor in tensors:
             tensor.mul_(2)
         return lambda: log.append("sum over replicas ends")
@@ -314,16 +304,6 @@ def replicas(log: list[str]) -> SecondStage:
     return SecondStage(
         NARROW, CPU, summed=frozenset({0}), all_reduce=sum_up, hook=lambda _: log.append("hook")
     )
-
-
-def allocator(log: list[str], name: str = "") -> Callable[[], torch.Tensor]:
-    """Memory for sums; the log tells when it is asked for."""
-
-    def allocate() -> torch.Tensor:
-        log.append(f"sums{name} are allocated")
-        return buffer_for(WIDE, CPU, is_filled=True)
-
-    return allocate
 
 
 def reduction_of(
@@ -337,7 +317,7 @@ def reduction_of(
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, f"gradients{name}", gradients[0])
     reduce: Any = LoggedReduce(log, name)
-    made = Reduction(reduce, WIDE, 2.0, streams, allocator(log, name), is_filled=True)
+    made = Reduction(reduce, 2.0, streams, is_filled=True)
     made.send(WHOLE, gradients)
     made.close(replace(replicas, device=where))
     return made
@@ -359,9 +339,9 @@ sum over shards starts
 sum over shards ends
 reduce_scatter records
 reduce_scatter is left
-all_reduce waits for all of reduce_scatter
+all_reduce waits for the event of reduce_scatter
 all_reduce is current
-sum over replicas starts on the stream
+sum over replicas starts
 sum over replicas ends
 hook
 all_reduce records
@@ -422,7 +402,7 @@ def test_without_a_second_stage_the_third_stream_stays_idle(log: list[str]) -> N
     gradients = [torch.ones(4, dtype=torch.float64)]
     tell(log, "gradients", gradients[0])
     reduce: Any = LoggedReduce(log)
-    made = Reduction(reduce, WIDE, 2.0, named_streams(), allocator(log), is_filled=True)
+    made = Reduction(reduce, 2.0, named_streams(), is_filled=True)
     made.send(WHOLE, gradients)
     made.close(SecondStage(WIDE, CPU))
     del gradients
@@ -465,17 +445,17 @@ sum over shards 1 starts
 sums 2 are allocated
 sum over shards 2 starts
 sum over shards 1 ends
-sum over replicas starts beside the computation
+gradients 1 are freed
+sum over replicas starts
 -- computing goes on
 sum over replicas ends
 hook
-gradients 1 are freed
 sums 1 are freed
 sum over shards 2 ends
-sum over replicas starts beside the computation
+gradients 2 are freed
+sum over replicas starts
 sum over replicas ends
 hook
-gradients 2 are freed
 sums 2 are freed""",
     )
 
@@ -503,8 +483,7 @@ def test_what_no_gradient_fills_is_zero(has_gradient: bool, monkeypatch: pytest.
     padded = layout_of(torch.float64, numel=3)
     gradients = [torch.ones(3, dtype=torch.float64)] if has_gradient else [None]
     reduce = ReduceScatter(SingleRank(), padded, CPU)
-    allocate = partial(buffer_for, padded, CPU, is_filled=has_gradient)
-    made = Reduction(reduce, padded, 1.0, CommStreams(CPU), allocate, is_filled=has_gradient)
+    made = Reduction(reduce, 1.0, CommStreams(CPU), is_filled=has_gradient)
     for part in reduce.parts:
         made.send(part, gradients)
     made.close(SecondStage(padded, CPU))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.buckets import bucket_reduction, communication
+from shardwise.buckets import communication, sharded_gradients
 from shardwise.comm import reduction
 from shardwise.comm.communicators import BackendCollectives
 from shardwise.observe import memory_snapshot
@@ -172,7 +172,7 @@ def outputs_alive() -> int:
             alive.discard(id(self))
             return output
 
-    with mock.patch.object(bucket_reduction, "Reduction", Counted):
+    with mock.patch.object(sharded_gradients, "Reduction", Counted):
         model(torch.ones(2, 8)).sum().backward()
     return most
 

@@ -191,7 +191,7 @@ def hosts_are_told(*options: str) -> str:
     [
         (
             ("--mesh", "2x3"),
-            "ranks 0, 1, 2, 3: --mesh 2x3 does not hold 4 ranks. Give sizes whose product is 4.",
+            "ranks 0-3: --mesh 2x3 does not hold 4 ranks. Give sizes whose product is 4.",
         ),
         (("--mesh", "4xtwo"), "--mesh 4xtwo does not hold 4 ranks"),
         (("--mesh", "4x1", "--names", "shard"), "the mesh has 2 dimensions. Give as many different --names."),
@@ -228,7 +228,7 @@ def test_wrong_sums_and_slow_links_are_told() -> None:
 verdict  what               found
 ok       shard: all-reduce  2 ranks, 100 us; 1.05 GB/s at 1 MiB, 0.34 GB/s at 32 MiB
 slow     shard: all-gather  ranks 1, 3 take 5.0 times as long as most (100 us; 0.52 GB/s at 1 MiB, 0.03 GB/s at 32 MiB). Look at the links of their machines.
-wrong    shard: all-gather  ranks 0, 1, 2, 3 received wrong numbers. Memory, driver or network are broken there; train on other machines.
+wrong    shard: all-gather  ranks 0-3 received wrong numbers. Memory, driver or network are broken there; train on other machines.
 
 1 ok, 1 slow, 1 wrong""",
     )

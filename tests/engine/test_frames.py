@@ -64,7 +64,7 @@ engine/forward.py            before_forward
 engine/forward.py            ForwardPass.enter
 groups/unsharded.py          Unsharded.unshard
 groups/unsharded.py          Unsharded._start
-comm/streams.py              HostStream.submit
+comm/streams.py              CommStream.submit
 comm/all_gather.py           AllGather.start
 comm/communicators.py        BackendCollectives.all_gather
 7 frames in 5 files""",
@@ -80,7 +80,7 @@ engine/backward.py           BackwardPass.enter
 engine/backward.py           BackwardPass._unshard
 groups/unsharded.py          Unsharded.unshard_ahead
 groups/unsharded.py          Unsharded._start
-comm/streams.py              HostStream.submit
+comm/streams.py              CommStream.submit
 comm/all_gather.py           AllGather.start
 comm/communicators.py        BackendCollectives.all_gather
 8 frames in 6 files""",
@@ -96,7 +96,7 @@ engine/backward.py           gradients_complete
 engine/reduction_queue.py    ReductionQueue.reduce
 groups/gradients.py          Gradients.reduce
 comm/reduction.py            Reduction.send
-comm/streams.py              HostStream.submit
+comm/streams.py              CommStream.submit
 comm/reduce_scatter.py       ReduceScatter.start
 comm/communicators.py        BackendCollectives.reduce_scatter
 8 frames in 7 files""",

@@ -119,5 +119,5 @@ def test_training_an_embedding_that_renormalises_itself_is_refused(world2: World
     assert first == second
     assert_expected_inline(
         first,
-        """0.weight: nn.Embedding(max_norm=...) renormalises rows of its weight in place in each forward, here those of an unsharded copy (group 'Sequential'). The shard would keep the rows as they were, and training would go another way than in plain PyTorch. Set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(). A frozen weight is allowed: requires_grad_(False).""",
+        """0.weight: changed in place while unsharded (group 'Sequential'). Inside forward a module sees an unsharded copy, which is now freed, so the change would be lost. nn.Embedding(max_norm=...) renormalises rows of its weight in each forward: set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(); or freeze it.""",
     )

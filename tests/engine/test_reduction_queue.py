@@ -1,5 +1,6 @@
 """ReductionQueue: in which order reductions free their memory. Groups are stand-ins that write down what is asked."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,3 +114,25 @@ def test_all_are_finished_in_the_end(to_host: bool) -> None:
     assert [line for line in found if line.endswith("finished")] == [
         f"group {n} is finished" for n in range(4)
     ]
+
+
+class Parts:
+    """A reduction with so many parts under way, of a byte each."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.held_bytes = deque([1.0] * num_parts)
+
+    def release_part(self) -> None:
+        self.held_bytes.popleft()
+
+
+def test_reductions_whose_parts_were_waited_for_are_passed_over() -> None:
+    """Those of a group that goes over the replicas already, behind one that backward has not finished."""
+    queue = ReductionQueue(2.0)
+    begun = [Parts(1), Parts(1), Parts(3)]
+    for each in begun:
+        gradients = SimpleNamespace(send_ready=lambda: None, in_flight=lambda each=each: [each])
+        if each is begun[-1]:
+            begun[1].release_part()
+        queue.send_ready(SimpleNamespace(gradients=gradients))  # type: ignore[arg-type]
+    assert [len(each.held_bytes) for each in begun] == [0, 0, 2]

@@ -34,7 +34,8 @@ def followed(planned: str, used: str) -> str:
     """For each group used: itself, what was skipped before it, and which two come next."""
     groups: dict[str, Any] = {name: SimpleNamespace(name=name) for name in planned + used}
     order, told = Order(), []
-    order.plan([groups[name] for name in planned])
+    order.planned = [groups[name] for name in planned]
+    order.rewind()
     for name in used:
         skipped = "".join(group.name for group in order.enter(groups[name]))
         told.append(f"{name}({skipped}){''.join(group.name for group in order.upcoming(2))}")

@@ -7,6 +7,7 @@ eight. What they train is compared with one process in the other tests of this f
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 import shardwise
 from shardwise.interop import uninstall
+from shardwise.optim import WholeParameters
 
 PAGES = ROOT / "docs" / "interop"
 LAYERS = 2  # of the models here
@@ -70,6 +72,26 @@ def torchao(folder: Path) -> int:
     return num_groups(run_piece("torchao", 0, replaced, model=model, fakes=fakes)["model"])
 
 
+def whole_parameters(folder: Path) -> str:
+    return made_on("optimizers", 0)
+
+
+def derived(folder: Path) -> str:
+    return made_on("optimizers", 1, torch=torch, WholeParameters=WholeParameters)
+
+
+def low_bits(folder: Path) -> str:
+    return made_on("torchao", 1)
+
+
+def made_on(page: str, index: int, **names: Any) -> str:
+    dist.init_process_group("gloo")
+    model = shardwise.fully_shard(nn.Linear(8, 8))
+    with mock.patch("torch.compile", lambda function, **_: function):  # torchao's step, a minute of C++
+        optimizer = run_piece(page, index, model=model, **names)["optimizer"]
+    return str(optimizer.optimizer_class.__name__)
+
+
 def torchtitan(folder: Path) -> int:
     from test_torchtitan import Decoder
     from torch.distributed.device_mesh import init_device_mesh
@@ -120,9 +142,12 @@ def saved(folder: Path) -> bool:
 
 
 PIECES: dict[tuple[str, int], tuple[Callable[[Path], Any], str, Any]] = {
+    ("optimizers", 0): (whole_parameters, "torch", "Adafactor"),
+    ("optimizers", 1): (derived, "pytorch_optimizer", "LookaheadAdamW"),
     ("peft", 0): (peft, "peft", ["q_proj", "v_proj"]),
     ("peft", 1): (added_later, "peft", 1 + 2 * 2 * LAYERS),
     ("torchao", 0): (torchao, "torchao", LAYERS + 1),
+    ("torchao", 1): (low_bits, "torchao", "AdamW8bit"),
     ("torchtitan", 0): (torchtitan, "torchtitan", 6),
     ("transformers", 1): (loaded, "transformers", 6),
     ("transformers", 2): (saved, "transformers", True),

@@ -12,16 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._functorch.config
-from expecttest import assert_expected_inline
 from harness import World
 from reference import full
-from refusals import wrapped
 from scenario import one_thread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import fully_shard, load_checkpoint, save_checkpoint
-from shardwise.optim.compatibility import known
+from shardwise.optim import WholeParameters
 
 pytest.importorskip("torchao")
 
@@ -76,7 +74,7 @@ def test_it_trains_as_in_one_process(world2: World, how: str) -> None:
 
 # --- optimizers with state in low precision -------------------------------------------------------
 
-LOW_BIT = known.LOW_BIT["torchao"]
+LOW_BIT = ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8")
 STEPS = 4
 Shape = tuple[int, int]
 
@@ -109,24 +107,30 @@ def backward(model: nn.Sequential, step: int) -> None:
     model(x).square().mean().backward()
 
 
-def with_low_bits(kind: str, shape: Shape, is_sharded: bool, dim: int = 0) -> tuple[Tensor, bool]:
-    """The weight after some steps, and whether this rank keeps its state quantised."""
+def with_low_bits(
+    kind: str, shape: Shape, is_sharded: bool, dim: int = 0, is_whole: bool = False
+) -> tuple[Tensor, bool | None]:
+    """The weight after some steps, and whether this rank keeps its state quantised; None: it has none."""
     model = low_bit_model(shape, is_sharded, dim)
     weight = model[0].weight
     assert isinstance(weight, nn.Parameter)
     name, _, how = kind.partition(" ")
-    optimizer = getattr(torch.optim if name == "AdamW" else optimizers(), name)([weight], lr=0.01)
+    optimizer_class = getattr(torch.optim if name == "AdamW" else optimizers(), name)
     compiler = torch.compile if how == "compiled" else uncompiled
     # On disk, ranks whose shards differ find each other's graphs (torch 2.13).
     without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
     with quietly(), without_cache, patch("torch.compile", compiler):
+        if is_whole:
+            optimizer = WholeParameters(optimizer_class, [weight], lr=0.01)
+        else:
+            optimizer = optimizer_class([weight], lr=0.01)
         for step in range(STEPS):
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
-    state = optimizer.state[weight]["exp_avg"]
+    state = optimizer.state[weight].get("exp_avg")
     state = state.to_local() if isinstance(state, DTensor) else state
-    return full(weight.detach()), type(state) is not Tensor
+    return full(weight.detach()), None if state is None else type(state) is not Tensor
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -134,28 +138,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_low_bit_optimizers_are_known() -> None:
-    """All that torchao exports and that quantise; `_AdamW` is for quantised weights, and keeps its state whole."""
-    there = optimizers()
-    base = there.AdamW8bit.__bases__[0]
-    names = {name for name in there.__all__ if issubclass(getattr(there, name), base)}
-    assert names - {"_AdamW"} == LOW_BIT
-
-
-@pytest.mark.parametrize("kind", sorted(LOW_BIT))
-def test_it_is_known_what_low_bit_optimizers_quantise(kind: str) -> None:
-    param = nn.Parameter(torch.ones(1))
-    optimizer = getattr(optimizers(), kind)([param])
-    for numel in (2048, 3968, 4095, 4096, 4097, 4224, 4352, 8320):
-        state = optimizer._new_buffer(torch.ones(numel), True)
-        assert known.is_quantised(numel, optimizer.block_size) == (type(state) is not Tensor)
-
-
 @pytest.mark.parametrize(
     ("kind", "shape", "is_quantised"),
     [
         ("AdamW8bit compiled", (131, 256), True),
-        *((kind, (131, 256), True) for kind in sorted(LOW_BIT)),
+        *((kind, (131, 256), True) for kind in LOW_BIT),
         ("AdamW4bit", (129, 128), True),
         ("AdamW8bit", (128, 128), True),
         ("AdamW8bit", (3, 4096), True),
@@ -197,41 +184,24 @@ def test_shards_of_columns_have_other_blocks(world2: World, kind: str, most: flo
         assert distance(found, precise) < most
 
 
-def first_step(kind: str, shape: Shape) -> str:
-    model = low_bit_model(shape, is_sharded=True)
-    optimizer = getattr(optimizers(), kind)(model.parameters(), lr=0.01)
-    backward(model, 0)
-    before = [full(param.detach()).clone() for param in model.parameters()]
-    with pytest.raises(RuntimeError, match="Nothing was changed") as caught:
-        optimizer.step()
-    assert not optimizer.state
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(full(param.detach()), value)
-    return str(caught.value)
+@pytest.mark.parametrize("kind", LOW_BIT)
+def test_shards_may_be_quantised_on_some_ranks_only(world2: World, kind: str) -> None:
+    expected, is_quantised = with_low_bits(kind, (3, 2048), is_sharded=False)
+    assert is_quantised
+    found = world2.run(with_low_bits, kind, (3, 2048), is_sharded=True)
+    assert [is_quantised for _, is_quantised in found] == [True, False]
+    assert all(distance(weight, expected) > 1e-3 for weight, _ in found)
 
 
-@pytest.mark.parametrize("kind", sorted(LOW_BIT))
-def test_shards_that_would_be_quantised_on_one_rank_only_are_refused(world2: World, kind: str) -> None:
-    first, second = world2.run(first_step, kind, (3, 2048))
-    assert first == second
-    assert first.startswith(f"0.weight: {kind} of torchao quantises its state")
-
-
-def test_the_refusal_says_what_to_do(world2: World) -> None:
-    first, second = world2.run(first_step, "AdamW8bit", (129, 128))
-    assert first == second
-    assert_expected_inline(
-        wrapped(first),
-        """\
-0.weight: AdamW8bit of torchao quantises its state where a shard has
-at least 4096 elements, in whole blocks of 256. Of the 2 shards of
-shape (129, 128), one of 8192 elements would be quantised, and one of
-8320 would not: parts of one parameter would be trained in different
-precision, and its state could not be gathered. Nothing was changed.
-Choose sizes that divide by the ranks, shard this parameter on another
-dim (shard_placement_fn), or give it a torch.optim.AdamW of its own:
-docs/interop/optimizers.md of shardwise lists what works.""",
-    )
+@pytest.mark.parametrize("kind", LOW_BIT)
+@pytest.mark.parametrize("shape", [(3, 2048), (130, 128), (129, 128)])
+def test_whole_parameters_train_as_in_one_process(world2: World, kind: str, shape: Shape) -> None:
+    with one_thread():
+        expected, is_quantised = with_low_bits(kind, shape, is_sharded=False)
+    found = world2.run(with_low_bits, kind, shape, is_sharded=True, is_whole=True)
+    assert [is_quantised_here for _, is_quantised_here in found] == [is_quantised, None]
+    for weight, _ in found:
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from shardwise.layout.packing import choose_direct
+from shardwise.layout.slots import choose_direct
 
 LIMIT, KIB, MIB = 256 << 10, 1 << 10, 1 << 20
 # A block of a model of 7 billion parameters, in bfloat16: attention, feed-forward, norm.

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -1286,11 +1287,11 @@ def test_what_is_no_elementwise_optimizer_is_refused() -> None:
         "\n".join([*texts, refusal(FlatOptimizer, scheduled)]),
         """\
 TypeError: FlatOptimizer: optimizer is a Linear; pass a torch.optim.Optimizer.
-ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So parameters cannot be stepped as one flat tensor. Use it without FlatOptimizer.
-ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
+ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
 TypeError: FlatOptimizer: elementwise is 1; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
@@ -1353,3 +1354,87 @@ def after_an_error_in_a_step() -> dict[str, Any]:
 
 def test_an_error_in_a_step_leaves_the_users_side(world2: World) -> None:
     assert len(world2.run(after_an_error_in_a_step)[0]) > 13
+
+
+# --- classes whose first base is another, and wrappers --------------------------------------------
+
+
+class Abstract(ABC, torch.optim.Optimizer):
+    """As the classes of some packages are made."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("beta", 0.5)
+
+    @abstractmethod
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor: ...
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    beta = group.get("beta", 0.9)
+                    param.add_(self.update(param.grad, self.state[param], beta), alpha=-group["lr"])
+
+
+class SignMomentum(Abstract):
+    """Elementwise, with state."""
+
+    def update(self, gradient: Tensor, state: Any, beta: float) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(gradient))
+        average.mul_(beta).add_(gradient, alpha=1 - beta)
+        return average.sign() + 0.1 * average
+
+
+def sign_momentum(params: Any, is_flat: bool = True, **options: Any) -> torch.optim.Optimizer:
+    optimizer = SignMomentum(params, **options)
+    return FlatOptimizer(optimizer, elementwise=True) if is_flat else optimizer
+
+
+def trained_by_sign_momentum(is_flat: bool) -> dict[str, Any]:
+    run = Run(optimizer=partial(sign_momentum, is_flat=is_flat), options={"lr": 0.01})
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0, 3)
+    state = optimizer.state_dict()
+    optimizer = run.optimizer(model.parameters(), lr=1.0)
+    optimizer.load_state_dict(state)
+    assert isinstance(optimizer, SignMomentum)
+    assert optimizer.param_groups[0]["beta"] == 0.5  # by the __setstate__ of its class
+    assert repr(optimizer).startswith("FlatOptimizer(SignMomentum (" if is_flat else "SignMomentum (")
+    run.train(model, optimizer, 3, 3)
+    return everything(model, optimizer)
+
+
+def test_a_class_behind_an_abstract_one_is_stepped_flat(world2: World) -> None:
+    assert_same(world2.run(trained_by_sign_momentum, True), trained_by_sign_momentum(False), 1e-10)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by another, as some packages do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+
+def test_an_optimizer_around_another_is_refused_and_left_as_it_was() -> None:
+    wrapper = Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    assert_expected_inline(
+        refusal(FlatOptimizer, wrapper, elementwise=True),
+        """ValueError: FlatOptimizer: Wrapper keeps no state of its own; it seems to step by another optimizer. Make that one a FlatOptimizer, before it is wrapped.""",
+    )
+    assert type(wrapper) is Wrapper

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.buckets import bucket_reduction
+from shardwise.buckets import sharded_gradients
 from shardwise.comm import buffers, reduction
 
 
@@ -49,7 +49,7 @@ def streams_that_allocate_gradients(shape: tuple[int, ...], computes_in: torch.d
             found.add(device.current[-1].name)
             return buffers.buffer_for(*args, **kwargs)
 
-        for where in (bucket_reduction, reduction):
+        for where in (sharded_gradients, reduction):
             patch.setattr(where, "buffer_for", noted)
         model = sharded_tower(shape, MixedPrecisionPolicy(param_dtype=computes_in))
         step(model)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, load_full_state_dict, materialize, shard_model
 from shardwise.init import sync_module_states
+from shardwise.layout.fqns import listed_ranks
 
 SQUARE = Layout((2, 2))
 
@@ -76,14 +77,12 @@ def test_f16_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: 
     assert_expected_inline(
         wrapped(first[0]),
         """\
-RuntimeError: inlet.weight and 13 more: the values on ranks [1]
-differed from those on ranks [0] when fully_shard cut them. Each rank
-keeps its own part, so the parameter would be put together from
-different models. Seed or load all ranks alike before fully_shard; or
-pass it (or shard_model) sync_module_states=True, which sends around
-the values of the first rank; or give all ranks their values between
-fully_shard and the first forward (load_full_state_dict,
-load_checkpoint). check_equal_weights=False compares nothing.""",
+RuntimeError: inlet.weight and 13 more: the values on rank 1 differed
+from those on rank 0 when fully_shard cut them, so their shards are
+parts of different models. Seed or load all ranks alike before
+fully_shard, pass sync_module_states=True, or load the same values on
+all ranks before the first forward. check_equal_weights=False compares
+nothing.""",
     )
     for strategy in ("zero1", "zero2"):
         assert world2.run(apart, (0, 1), (2,), strategy) == [first, first]
@@ -93,9 +92,9 @@ load_checkpoint). check_equal_weights=False compares nothing.""",
 def test_f16_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
     ranks = world4.run(apart, seeds, (2, 2), None)
     assert ranks == [ranks[0]] * 4
-    unlike = [rank for rank, seed in enumerate(seeds) if seed]
-    alike = [rank for rank, seed in enumerate(seeds) if not seed]
-    expected = f": the values on ranks {unlike} differed from those on ranks {alike} when"
+    unlike = listed_ranks(rank for rank, seed in enumerate(seeds) if seed)
+    alike = listed_ranks(rank for rank, seed in enumerate(seeds) if not seed)
+    expected = f": the values on {unlike} differed from those on {alike} when"
     assert ranks[0][0].startswith("RuntimeError: inlet.weight and ")
     assert expected in ranks[0][0]
 
@@ -117,7 +116,7 @@ def test_one_element_is_found_whoever_keeps_it(world2: World) -> None:
     assert first == second
     for text in first:
         assert text.startswith(
-            "RuntimeError: blocks.1.up.bias: the values on ranks [1] differed from those on"
+            "RuntimeError: blocks.1.up.bias: the values on rank 1 differed from those on rank 0"
         )
 
 
@@ -200,7 +199,7 @@ def test_the_refusal_of_different_loads_says_what_to_do(world2: World) -> None:
         """\
 RuntimeError: The ranks have loaded different values. inlet.weight:
 the checksum of the full value that load_state_dict was given is
-79bdb254ec7f0f61 on rank 0, missing on rank 1 (21 more differences
+1342ecd2b2f799bd on rank 0, missing on rank 1 (21 more differences
 follow). Each rank keeps its own rows of what it is given, so the
 parameter would be put together from different models. Give
 load_state_dict the same full values on all ranks, or call

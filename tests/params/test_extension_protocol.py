@@ -209,7 +209,7 @@ def test_a_result_of_another_shape_is_refused(world2: World) -> None:
     assert first == second
     assert_expected_inline(
         first,
-        """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected, or one with more rows, which are cut off. Shards are parts along dim 1; outputs are those along dim 0. Return a tensor of the shape of the whole parameter.""",
+        """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected; or one with more rows, which are cut off, if it is sharded on dim 0. Return a tensor of the shape of the whole parameter.""",
     )
 
 
@@ -328,7 +328,7 @@ def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
         "\n".join(first),
         """\
 0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; an all-gather needs both. Add it to the class, or to the tensor that has the other.
-0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather, by which its group unshards it. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
+0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",
     )
 
 

@@ -331,7 +331,7 @@ def refusal(world: World, change: str) -> str:
 def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusal(world2, "plain"),
-        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). The group all-gathers shards and cannot use it. Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
+        """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
     )
 
 
@@ -686,9 +686,9 @@ def warnings_of_a_tie_restored(replaced: str) -> list[str]:
 def test_f09_a_tie_that_is_restored_is_told_once(world2: World, replaced: str, kept: str) -> None:
     for texts in world2.run(warnings_of_a_tie_restored, replaced):
         assert texts == [
-            f"{replaced}.weight and {kept}.weight are tied (one parameter under two names), but "
-            f"{replaced}.weight alone was replaced, by a parameter with the same values. They stay tied: the new "
-            "one stands under both names from now on. Untie them before fully_shard."
+            f"{replaced}.weight and {kept}.weight are tied, but {replaced}.weight alone was replaced, by a "
+            "parameter with the same values. They stay tied: the new one stands under both names from now on. "
+            "Untie them before fully_shard."
         ]
 
 

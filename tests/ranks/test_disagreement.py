@@ -57,8 +57,8 @@ def forked(way_of_rank: list[int]) -> str:
 def test_f20_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
     for text in world2.run(forked, [0, 1]):
         assert (
-            "rank 0 waited for the all-gather of 'blocks.0' (step 1, forward); "
-            "rank 1 waited for the all-gather of 'blocks.1' (step 1, forward)"
+            "rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); "
+            "rank 1 waiting for the all-gather of 'blocks.1' (step 1, forward)"
         ) in re.sub(r"step \d+", "step 1", text)
         assert "microbatches" not in text
         assert "set_may_be_unused()" in text
@@ -101,7 +101,7 @@ def test_f21_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so
 ) -> None:
     for text in world2.run(uneven_accumulation, settings):
         assert re.search(
-            r"rank 0 waited for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waited for the reduction of "
+            r"rank 0 waiting for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waiting for the reduction of "
             r"'Linear' \(step \d+, backward\)",
             text,
         )
@@ -166,7 +166,7 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
 def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
     more, done = world2.run(uneven_microbatches, [2, 1])
     assert re.search(
-        r"rank 0 waited for the all-gather of 'blocks.0' \(step \d+, forward\); rank 1 was in no call of "
+        r"rank 0 waiting for the all-gather of 'blocks.0' \(step \d+, forward\); rank 1 in no call of "
         r"shardwise. .* Usual cause: numbers of microbatches or steps that differ by rank",
         more,
     )

@@ -17,7 +17,9 @@ from torch import nn
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
 from shardwise.engine import plan_check
+from shardwise.policies import LowPrecisionReduction
 from shardwise.ranks.comparison import OwnDevice, first_difference, wrong_device
+from shardwise.strategies import register_comm_hook
 
 
 def tower(hidden: int = 16) -> Any:
@@ -81,6 +83,12 @@ def kept_otherwise() -> Any:
     return model
 
 
+def reduced_otherwise() -> Any:
+    model = blocks_first(tower())
+    register_comm_hook(model, None, LowPrecisionReduction(torch.float16 if is_other() else torch.bfloat16))
+    return model
+
+
 def deeper() -> Any:
     model = tower()
     if is_other():
@@ -90,7 +98,7 @@ def deeper() -> Any:
 
 UNLIKE: tuple[Callable[[], Any], ...] = (
     *(frozen, of_another_width, wrapped_otherwise, of_another_strategy, zero1_and_zero2, of_another_dtype),
-    *(of_another_precision, sent_otherwise, kept_otherwise, deeper),
+    *(of_another_precision, sent_otherwise, kept_otherwise, reduced_otherwise, deeper),
 )
 
 
@@ -123,6 +131,7 @@ inlet.weight: dtype is float64 on rank 0, float32 on rank 1 (87 more differences
 inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 more differences follow).
 Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
 Tower: reshard_after_forward is None on rank 0, False on rank 1 (3 more differences follow).
+Tower: communication chosen by is LowPrecisionReduction(dtype=torch.bfloat16), register_comm_hook on rank 0, LowPrecisionReduction(dtype=torch.float16), register_comm_hook on rank 1 (3 more differences follow).
 the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
     )
     assert_expected_inline(
@@ -153,8 +162,8 @@ def test_f17_meshes_of_different_shapes_are_named(world4: World) -> None:
     assert_expected_inline(
         first_differences(ranks[0]),
         """\
-inlet.weight: mesh is (replicate=2, shard=2) on ranks 0, 1 and 3, (shard=4) on rank 2 (47 more differences follow).
-outlet.bias: requires_grad is True on ranks 0, 1 and 3, False on rank 2.""",
+inlet.weight: mesh is (replicate=2, shard=2) on ranks 0, 1, 3, (shard=4) on rank 2 (47 more differences follow).
+outlet.bias: requires_grad is True on ranks 0, 1, 3, False on rank 2.""",
     )
 
 
@@ -239,7 +248,7 @@ def comparisons() -> list[int]:
     """How often the store is asked: at first, and where plans change alike."""
     model = blocks_first(tower())
     found = []
-    with mock.patch.object(plan_check, "Comparison", wraps=plan_check.Comparison) as made:
+    with mock.patch.object(plan_check, "compare", wraps=plan_check.compare) as made:
 
         def note() -> None:
             found.append(made.call_count)
@@ -278,7 +287,7 @@ def test_a_steady_step_compares_nothing_and_a_change_is_compared_once(world2: Wo
 
 def test_first_difference_names_ranks_with_and_without_a_fact() -> None:
     told = [([0, 2], {("w", "shape"): "(2,)"}), ([1], {("w", "shape"): "(3,)"}), ([3], {})]
-    assert first_difference(told) == "w: shape is (2,) on ranks 0 and 2, (3,) on rank 1, missing on rank 3"
+    assert first_difference(told) == "w: shape is (2,) on ranks 0, 2, (3,) on rank 1, missing on rank 3"
 
 
 def test_ranks_on_devices_that_nccl_cannot_use_are_named() -> None:
@@ -289,9 +298,7 @@ def test_ranks_on_devices_that_nccl_cannot_use_are_named() -> None:
     )
     assert wrong_device({0: first, 1: second}) == ""  # each process sees one device only, another one
     assert wrong_device({0: OwnDevice(), 1: OwnDevice()}) == ""
-    assert (
-        wrong_device({2: first, 4: second, 6: first}) == f"ranks 2 and 6 use the same device, cuda:0{advice}"
-    )
+    assert wrong_device({2: first, 4: second, 6: first}) == f"ranks 2, 6 use the same device, cuda:0{advice}"
     bound = {0: OwnDevice("cuda:0", "cuda:0", "GPU-a"), 1: OwnDevice("cuda:0", "cuda:1", "GPU-a")}
     assert wrong_device(bound) == f"rank 1 uses cuda:0, but its process group is bound to cuda:1{advice}"
 
@@ -300,11 +307,11 @@ def uses_the_device_of_another_rank() -> str:
     def own_device(_: Any) -> OwnDevice:
         return OwnDevice("cuda:0", "", "GPU-a")
 
-    with mock.patch.object(plan_check._Agreement, "_own_device", own_device):
+    with mock.patch.object(plan_check.PlanCheck, "_own_device", own_device):
         return refusal(lambda: step(blocks_first(tower())))
 
 
 def test_all_ranks_hear_of_a_device_that_two_of_them_use(world2: World) -> None:
     first, second = world2.run(uses_the_device_of_another_rank)
     assert first == second
-    assert first.startswith("RuntimeError: ranks 0 and 1 use the same device, cuda:0. With NCCL each rank")
+    assert first.startswith("RuntimeError: ranks 0, 1 use the same device, cuda:0. With NCCL each rank")

@@ -5,6 +5,7 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
+from shardwise.layout.fqns import listed_ranks
 from shardwise.ranks.activity import RankStatus
 from shardwise.ranks.verdicts import deadlock, report_of
 
@@ -28,7 +29,7 @@ def test_a_rank_that_has_left_the_loop() -> None:
     report = report_of({0: waits(), 1: waits(), 2: waits(), 3: elsewhere(code="train.py:88 in evaluate")})
     assert_expected_inline(
         report,
-        """No progress for 31 s: ranks 0-2 wait for the all-gather of layers.4 (step 12, forward); rank 3 has left the training loop after step 11, or does something else there, at train.py:88 in evaluate""",
+        """No progress for 31 s: ranks 0-2 waiting for the all-gather of 'layers.4' (step 12, forward); rank 3 in no step since step 11, at train.py:88 in evaluate""",
     )
 
 
@@ -36,7 +37,7 @@ def test_a_rank_that_computes() -> None:
     report = report_of({0: waits(), 1: elsewhere(12, "forward", code="model.py:{7} in <lambda>")})
     assert_expected_inline(
         report,
-        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 computes (step 12, forward), at model.py:{7} in <lambda>""",
+        """No progress for 31 s: rank 0 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 computing (step 12, forward), at model.py:{7} in <lambda>""",
     )
 
 
@@ -44,7 +45,7 @@ def test_ranks_that_ended_or_do_not_answer() -> None:
     report = report_of({0: waits(), 1: elsewhere(has_ended=True), 2: None, 3: None})
     assert_expected_inline(
         report,
-        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 has ended after step 11; ranks 2, 3 do not answer: they have ended, were stopped, or have left the process group""",
+        """No progress for 31 s: rank 0 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 ended after step 11; ranks 2, 3 not answering: ended, stopped, or no longer in the process group""",
     )
 
 
@@ -52,7 +53,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     report = report_of({0: waits(), 1: waits("layers.5", 9), 2: waits(), 3: waits()})
     assert_expected_inline(
         report,
-        """No progress for 31 s: ranks 0, 2, 3 wait for the all-gather of layers.4 (step 12, forward); rank 1 waits for the all-gather of layers.5 (step 12, forward); they wait for each other, because they disagree on what to communicate. Usual cause: control flow that differs by rank""",
+        """No progress for 31 s: ranks 0, 2, 3 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 waiting for the all-gather of 'layers.5' (step 12, forward); they wait for each other, because they disagree on what to communicate. Usual cause: control flow that differs by rank""",
     )
 
 
@@ -62,7 +63,7 @@ def test_a_rank_in_a_call_that_others_have_not_made() -> None:
     report = report_of({0: clips, 1: elsewhere(12, "backward")})
     assert_expected_inline(
         report,
-        """No progress for 31 s: rank 0 is in clip_grad_norm_() (after step 12); rank 1 computes (step 12, backward)""",
+        """No progress for 31 s: rank 0 in clip_grad_norm_() (after step 12); rank 1 computing (step 12, backward)""",
     )
 
 
@@ -81,7 +82,7 @@ def test_a_rank_that_saves_while_others_go_on_is_told_to_those_that_wait() -> No
     report = report_of({0: saves, 1: other, 2: other, 3: other})
     assert_expected_inline(
         report,
-        """No progress for 31 s: ranks 1-3 wait for the all-gather of layers.4 (step 12, forward); rank 0 is in save_checkpoint() (after step 11)""",
+        """No progress for 31 s: ranks 1-3 waiting for the all-gather of 'layers.4' (step 12, forward); rank 0 in save_checkpoint() (after step 11)""",
     )
 
 
@@ -90,12 +91,12 @@ def test_what_all_ranks_have_issued_is_not_blamed_on_one() -> None:
     computes = replace(elsewhere(12, "forward"), issued=issued)
     assert_expected_inline(
         report_of({0: waits(), 1: computes}),
-        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 computes (step 12, forward); all ranks have issued what is waited for: the network does not deliver, or the back end needs ranks that compute""",
+        """No progress for 31 s: rank 0 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 computing (step 12, forward); all ranks have issued what is waited for: the network does not deliver, or the back end needs ranks that compute""",
     )
     on_device = waits(is_on_device=True, phase="")
     assert_expected_inline(
         report_of({0: on_device, 1: on_device}),
-        """No progress for 31 s: ranks 0, 1 are with their devices at the all-gather of layers.4 (after step 12); all ranks have issued what is waited for: a device still computes, or the network does not deliver""",
+        """No progress for 31 s: ranks 0, 1 waiting for the all-gather of 'layers.4' on the device (after step 12); all ranks have issued what is waited for: a device still computes, or the network does not deliver""",
     )
 
 
@@ -110,7 +111,7 @@ def test_a_collective_that_was_left_out_before_is_named() -> None:
     other = replace(elsewhere(12), issued={**waits().issued, "all-gather layers.3": 11})
     assert_expected_inline(
         report_of({0: last, 1: other}),
-        """No progress for 31 s: rank 0 waits for the all-gather of layers.4 (step 12, forward); rank 1 has left the training loop after step 12, or does something else there; rank 1 has left out the all-gather of layers.3, so that later collectives miss one""",
+        """No progress for 31 s: rank 0 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 in no step since step 12; rank 1 left out the all-gather of 'layers.3', so that later collectives miss one""",
     )
 
 
@@ -127,7 +128,7 @@ def test_nothing_is_told_where_nobody_waits() -> None:
 def test_other_groups_of_ranks_are_left_alone() -> None:
     """Rank 0 shares a mesh with rank 1 only: ranks 2 and 3 train something else."""
     report = report_of({0: waits(ranks=(0, 1)), 1: elsewhere(), 2: elsewhere(), 3: None})
-    assert "2" not in report.partition("rank 1 has left")[2].replace("step 12", "")
+    assert "2" not in report.partition("rank 1 in no step")[2].replace("step 12", "")
     assert "ranks" not in report
 
 
@@ -135,8 +136,8 @@ def test_ranks_of_which_each_keeps_another_waiting_are_a_deadlock() -> None:
     text = deadlock({0: waits(), 1: waits("layers.5", 9)})
     assert text is not None
     assert text.startswith(
-        "the ranks disagree on what to communicate: rank 0 waited for the all-gather of 'layers.4' (step 12, "
-        "forward); rank 1 waited for the all-gather of 'layers.5' (step 12, forward)."
+        "the ranks disagree on what to communicate: rank 0 waiting for the all-gather of 'layers.4' (step 12, "
+        "forward); rank 1 waiting for the all-gather of 'layers.5' (step 12, forward)."
     )
 
 
@@ -144,3 +145,11 @@ def test_ranks_that_a_slow_one_or_one_that_has_not_told_may_free_are_none() -> N
     slow = waits("layers.5", 9, issued={"all-gather layers.4": 12, "all-gather layers.5": 9})
     assert deadlock({0: replace(waits(), issued=slow.issued), 1: slow}) is None
     assert deadlock({0: waits(), 1: waits("layers.5", 9), 2: None}) is None
+
+
+def test_ranks_are_listed_as_ranges_and_only_the_first_few_of_many() -> None:
+    assert listed_ranks([3]) == "rank 3"
+    assert listed_ranks([5, 4]) == "ranks 4, 5"
+    assert listed_ranks([5, 2, 0, 1]) == "ranks 0-2, 5"
+    scattered = [rank for rank in range(60) if rank % 5]
+    assert listed_ranks(scattered, 3) == "ranks 1-4, 6-9, 11-14 and 36 more"

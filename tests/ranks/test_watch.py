@@ -45,7 +45,7 @@ class Rank:
         self.activity = RankActivity(has_others=True)
         self.stream = Stream()
         self.wait = Wait("all-gather", "blocks.0", list)
-        self.activity.note_wait(self.wait, (0, 1))
+        self.activity.note_wait(self.wait)
         self.reporter = StallReporter(Board(store), rank, 2, self.activity, 1.0)
 
     def queue(self) -> None:
@@ -81,7 +81,7 @@ def test_both_ranks_report_a_long_wait_once(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = ranks
-    first.activity.enter_forward()
+    first.activity.phase = "forward"
     with first.waiting():
         pass_seconds(ranks, 30)
         assert caplog.messages == []
@@ -93,7 +93,7 @@ def test_both_ranks_report_a_long_wait_once(
     }
     assert_expected_inline(
         caplog.messages[0],
-        """No progress for 30 s: rank 0 waits for the all-gather of blocks.0 (step 1, forward); rank 1 has not begun to train, at train.py:8 in f""",
+        """No progress for 30 s: rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); rank 1 not training yet, at train.py:8 in f""",
     )
 
 
@@ -108,12 +108,12 @@ def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(
     ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = ranks
-    first.activity.enter_forward()
+    first.activity.phase = "forward"
     for rank in ranks:
         with rank.waiting():
             pass_seconds(ranks, 1)
     pass_seconds(ranks, 10 * REPORT_S)
-    first.activity.leave()
+    first.activity.phase = ""
     first.queue()
     second.queue()
     for rank in ranks:
@@ -127,15 +127,16 @@ def test_a_wait_on_a_device_is_found_from_its_events(
 ) -> None:
     first, second = ranks
     for rank in ranks:
-        rank.activity.enter_backward()
+        rank.activity.steps += 1
+        rank.activity.phase = "backward"
         rank.queue()
         rank.stream.events[-1].has_come = True
     first.queue()
-    second.activity.leave()
+    second.activity.phase = ""
     pass_seconds(ranks, 2 * REPORT_S)
     assert_expected_inline(
         caplog.messages[0],
-        """No progress for 30 s: rank 0 is with its device at the all-gather of blocks.0 (step 1, backward); rank 1 has left the training loop after step 1, or does something else there, at train.py:8 in f""",
+        """No progress for 30 s: rank 0 waiting for the all-gather of 'blocks.0' on the device (step 1, backward); rank 1 in no step since step 1, at train.py:8 in f""",
     )
     assert len(caplog.messages) == 2
 
@@ -146,16 +147,16 @@ def test_a_collective_that_was_left_out_is_named(
     """The back end has matched what rank 1 did issue with something else."""
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.activity.note_wait(other, (0, 1))
+    first.activity.note_wait(other)
     for rank in ranks:
-        rank.activity.enter_forward()
+        rank.activity.phase = "forward"
     first.activity.issue(other)
     with second.waiting():
         pass
     with first.waiting():
         pass_seconds(ranks, REPORT_S)
-    assert "rank 1 computes (step 1, forward)" in caplog.messages[0]
-    assert "rank 1 has left out the all-gather of blocks.1, so that" in caplog.messages[0]
+    assert "rank 1 computing (step 1, forward)" in caplog.messages[0]
+    assert "rank 1 left out the all-gather of 'blocks.1', so that" in caplog.messages[0]
 
 
 def test_what_a_rank_has_issued_ahead_is_not_missed(
@@ -163,7 +164,7 @@ def test_what_a_rank_has_issued_ahead_is_not_missed(
 ) -> None:
     first, second = ranks
     other = Wait("all-gather", "blocks.1", list)
-    first.activity.note_wait(other, (0, 1))
+    first.activity.note_wait(other)
     with second.waiting():
         pass
     with first.waiting():
@@ -190,7 +191,7 @@ def test_a_back_end_that_blocks_when_it_is_given_a_collective(
     with second.waiting():
         first.activity.issuing = first.wait  # as where communicators connect, and rank 1 connects another
         pass_seconds(ranks, REPORT_S)
-    assert "ranks 0, 1 wait for the all-gather of blocks.0" in caplog.messages[0]
+    assert "ranks 0, 1 waiting for the all-gather of 'blocks.0'" in caplog.messages[0]
     assert "all ranks have issued what is waited for" in caplog.messages[0]
 
 
@@ -209,7 +210,7 @@ def test_a_rank_that_does_not_answer_is_named(
 ) -> None:
     with ranks[0].waiting():
         pass_seconds(ranks[:1], 2 * REPORT_S)
-    assert "rank 1 does not answer" in caplog.messages[0]
+    assert "rank 1 not answering" in caplog.messages[0]
 
 
 def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(
@@ -220,7 +221,7 @@ def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(
         pass_seconds((first,), 31)  # it has asked, and is gone
     with second.waiting():
         pass_seconds((second,), 4 * REPORT_S)
-    assert "rank 1 waits for the all-gather of blocks.0" in caplog.messages[0]
+    assert "rank 1 waiting for the all-gather of 'blocks.0'" in caplog.messages[0]
 
 
 def test_no_limit_is_no_report(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:

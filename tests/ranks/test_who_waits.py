@@ -174,7 +174,7 @@ def test_f21_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, 
     assert others == [first, first]
     assert_expected_inline(
         first,
-        """shardwise.ranks.watch WARNING: No progress for N s: ranks 0, 2 wait for the all-gather of blocks.0 (step 3, forward); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+        """shardwise.ranks.watch WARNING: No progress for N s: ranks 0, 2 waiting for the all-gather of 'blocks.0' (step 3, forward); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
 
@@ -184,7 +184,7 @@ def test_a_rank_that_computes_long_is_told_to_those_that_wait(world2: World, bac
     assert first == second
     assert_expected_inline(
         first,
-        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.2 (step 3, forward); rank 1 computes (step 3, forward), at test_who_waits.py:N in wait""",
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
     )
 
 
@@ -194,7 +194,7 @@ def test_a_model_of_the_same_names_hides_nothing(world2: World, backend: str) ->
     assert first == second
     assert_expected_inline(
         first,
-        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.2 (step 3, forward); rank 1 computes (step 3, forward), at test_who_waits.py:N in wait""",
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
     )
 
 
@@ -204,7 +204,7 @@ def test_a_call_that_one_rank_has_not_made(world2: World, backend: str) -> None:
     assert first == second
     assert_expected_inline(
         first,
-        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in clip_grad_norm_() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 in clip_grad_norm_() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
 
@@ -214,8 +214,8 @@ def test_a_checkpoint_that_one_rank_alone_saves_or_loads(world2: World, tmp_path
     assert_expected_inline(
         first,
         """\
-shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in save_checkpoint() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait
-shardwise.ranks.watch WARNING: No progress for N s: rank 0 is in load_checkpoint() (after step 2); rank 1 has left the training loop after step 2, or does something else there, at test_who_waits.py:N in wait""",
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 in save_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 in load_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
 
@@ -287,7 +287,7 @@ def test_f20_a_block_that_one_rank_leaves_out_is_named_before_the_timeout(fresh:
     assert_expected_inline(
         "\n".join([*logged, raised]),
         """\
-shardwise.ranks.watch WARNING: No progress for N s: rank 0 waits for the all-gather of blocks.0 (step 3, backward); rank 1 has left the training loop after step 3, or does something else there, at test_who_waits.py:N in wait; rank 1 has left out the all-gather of blocks.1, so that later collectives miss one
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.0' (step 3, backward); rank 1 in no step since step 3, at test_who_waits.py:N in wait; rank 1 left out the all-gather of 'blocks.1', so that later collectives miss one
 CommunicationError: blocks.0: its all-gather failed, because rank 1 has ended; see its log. Its connection was closed, and it has told of no error: it was killed, ran out of memory, crashed, or came to its end before the others. (the test gives up)""",
     )
     assert second

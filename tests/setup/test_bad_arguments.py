@@ -135,8 +135,8 @@ def test_a_rank_outside_of_the_mesh_is_refused(world2: World) -> None:
     assert_expected_inline(
         wrapped(outside.text),
         """\
-ValueError: fully_shard: rank 1 is not in the mesh [0], so it would
-have no shard. Call fully_shard only on the ranks of the mesh.""",
+ValueError: fully_shard: rank 1 is not in the mesh [0]. Call
+fully_shard only on the ranks of the mesh.""",
     )
 
 

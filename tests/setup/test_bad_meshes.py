@@ -92,8 +92,8 @@ WRONG_DIMS: list[tuple[tuple[str, ...] | None, dict[str, Any], list[str]]] = [
     (NAMES, {"shard": ("shard", "shard")}, ["'shard'"]),
     (NAMES, {"shard": ("shard", "replicate"), "replicate": "replicate"}, ["'replicate'"]),
     (None, {"shard": "shard"}, ["mesh", "names"]),
-    (NAMES, {"shard": 1}, ["shard", "1", "int"]),
-    (NAMES, {"shard": ("shard", 0)}, ["shard", "0", "int"]),
+    (NAMES, {"shard": 1}, ["shard", "1"]),
+    (NAMES, {"shard": ("shard", 0)}, ["shard", "0"]),
 ]
 
 

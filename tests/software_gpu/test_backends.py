@@ -173,7 +173,7 @@ def error_without_set_device() -> str:
 def test_all_ranks_hear_that_they_have_not_chosen_a_device(env: dict[str, str]) -> None:
     first, second = run_on_gpus(2, error_without_set_device, env=env)
     assert first == second
-    wrong = "ranks 0 and 1 use the same device, cuda:0"
+    wrong = "ranks 0, 1 use the same device, cuda:0"
     if not env:  # which is bound to the device of LOCAL_RANK
         wrong = "rank 1 uses cuda:0, but its process group is bound to cuda:1"
     assert first == (

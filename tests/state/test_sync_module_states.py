@@ -347,9 +347,9 @@ def test_wrong_arguments_and_moments_are_refused(world1: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, world1.run(refusals)[0])),
         """\
-ValueError: rank 7 does not hold this model: this rank (0) shares it
-with [0], and those with others perhaps. Name one of the ranks that
-were given the model, by its global rank.
+ValueError: rank 7 does not hold this model: this rank shares it with
+[0], and those with others perhaps. Name one of the ranks that were
+given the model, by its global rank.
 TypeError: sync_module_states: src is '0', a str; pass a global rank.
 TypeError: sync_module_states: NoneType is not an nn.Module.
 RuntimeError: sync_module_states: 7 parameters are still on the meta

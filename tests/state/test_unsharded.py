@@ -1172,11 +1172,10 @@ def test_the_refusal_names_the_parameter_and_the_ranks(world2: World) -> None:
     assert_expected_inline(
         wrapped(first["told"]),
         """\
-RuntimeError: unsharded: blocks.1.up.weight: what ranks [1] have made
-of it inside unsharded() differs from what ranks [0] have. Each rank
-writes its own rows back, so the parameter would be put together from
-different ones; nothing was written. Make the same change on all
-ranks, or pass src_rank= to take over that of one rank.""",
+RuntimeError: unsharded: blocks.1.up.weight: what was made of it
+inside unsharded() on rank 1 differs from what was made on rank 0.
+Nothing was written. Make the same change on all ranks, or pass
+src_rank= to take over that of one rank.""",
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.comm import streams
-from shardwise.fsdp_module import communication
+from shardwise.fsdp_module import module as fsdp_module
 
 
 class Event:
@@ -169,7 +169,7 @@ def streams_on_the_host() -> Iterator[Device]:
     """Inside, sharded models of the host communicate on streams, as on a device."""
     with pytest.MonkeyPatch.context() as patch:
         simulated = install(patch)
-        for where in (streams, communication):
+        for where in (streams, fsdp_module):
             patch.setattr(where, "has_streams", lambda _: True)
         simulated.name_streams("gather", "reduce", "replicate")
         yield simulated

@@ -4,7 +4,7 @@
       communication      the collectives of its ranks
       stored, ...        where each parameter lies in its buffers, by dtype
       flat_shard         the shards of this rank
-      make_unsharded()   UnshardedBucket: the unsharded parameters, and how to all-gather them
+      make_unsharded()   UnshardedBucket: the full parameters, their memory, and the all-gather that fills it
       reduction          how to reduce their gradients
       sharded_gradients  ``.grad`` of the shards
 
@@ -14,21 +14,24 @@ as experts are. A bucket knows *how*; its group knows whether and when.
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.bucket_reduction import BucketReduction
 from shardwise.buckets.communication import Communication
-from shardwise.buckets.sharded_gradients import ShardedGradients
-from shardwise.buckets.unsharded_bucket import UnshardedBucket
-from shardwise.comm.buffers import FlatShard
+from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
+from shardwise.comm.all_gather import AllGather, InPlaceAllGather
+from shardwise.comm.buffers import FlatShard, UnshardedBuffer, bytes_of, cast_buffer, local_views
+from shardwise.comm.custom import PooledCollectives
+from shardwise.comm.quantized import Int8AllGather
+from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
-from shardwise.layout.packing import choose_direct
-from shardwise.layout.slots import ALIGNMENT, Layout, Slot, plan_layout
+from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_layout
 from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
@@ -81,10 +84,13 @@ class Bucket:
 
     def lay_out(self, device: torch.device) -> None:
         """Plan buffers and collectives for the parameters of now; the flat shard is not filled yet."""
-        self.stored = self._layout("stored")
-        self.computed = self._layout("computed")
-        self.reduced = self._layout("reduced")
-        self.kept = self._layout("kept")
+        axis = self.communication.options.post_forward_axis
+        forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
+        own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
+        layouts = {
+            dtypes: self._layout(dtypes, own, few) for dtypes in dict.fromkeys(forms)
+        }  # equal ones once
+        self.stored, self.computed, self.reduced, self.kept = map(layouts.__getitem__, forms)
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
@@ -99,19 +105,15 @@ class Bucket:
         )
         if before is not None:
             self.reduction.carry_earlier(before)
-        own = BucketRef(self)
+        ref = BucketRef(self)
         for index, param in enumerate(self.params):
-            param.mark((own, index))
+            param.mark((ref, index))
 
-    def _layout(self, form: str, world: int | None = None, slots_serve: int | None = None) -> Layout:
-        """The layout of the parameters in one of the dtypes of their Precision; equal layouts are shared."""
-        dtypes = [getattr(param.precision, form) for param in self.params]
-        if world is None and form != "stored":
-            for other in ("stored", "computed", "reduced"):
-                if other == form:
-                    break
-                if dtypes == [getattr(param.precision, other) for param in self.params]:
-                    return getattr(self, other)
+    def _dtypes(self, form: str) -> tuple[torch.dtype, ...]:
+        return tuple(getattr(param.precision, form) for param in self.params)
+
+    def _layout(self, dtypes: Sequence[torch.dtype], world: int, slots_serve: int | None) -> Layout:
+        """The layout of the parameters in these dtypes; the slots serve another number of ranks as well."""
         own = self.mesh.shard_axis.world
         slots = [
             Slot(
@@ -125,17 +127,15 @@ class Bucket:
             )
             for param, dtype in zip(self.params, dtypes, strict=True)
         ]
-        computed = [param.precision.computed.itemsize for param in self.params]
-        is_direct = self._are_direct(
-            [slot.chunk_numel * itemsize for slot, itemsize in zip(slots, computed, strict=True)]
-        )
-        if slots_serve is None and (axis := self.communication.options.post_forward_axis) is not None:
-            slots_serve = axis.world
-        return plan_layout(slots, own if world is None else world, is_direct, slots_serve)
+        chunk_bytes = [
+            slot.chunk_numel * param.precision.computed.itemsize
+            for slot, param in zip(slots, self.params, strict=True)
+        ]
+        return plan_layout(slots, world, self._are_direct(chunk_bytes), slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
         """The layout of the parameters as computed with, over the few ranks that keep them after forward."""
-        return self._layout("computed", axis.world, self.mesh.shard_axis.world)
+        return self._layout(self._dtypes("computed"), axis.world, self.mesh.shard_axis.world)
 
     def _are_direct(self, chunk_bytes: list[int]) -> list[bool]:
         """Whether parameters with shards of these sizes have collectives of their own, without copies."""
@@ -158,7 +158,7 @@ class Bucket:
         """True if sharded parameters are in host memory, and computation is on a device."""
         return self.storage.device != self.mesh.device
 
-    def make_unsharded(self) -> UnshardedBucket:
+    def make_unsharded(self) -> "UnshardedBucket":
         """Make the unsharded parameters."""
         return UnshardedBucket(self)
 
@@ -201,6 +201,160 @@ class Bucket:
             self.flat_shard.fill(locals_)
         for param, view in zip(self.params, self.flat_shard.views, strict=True):
             param.rebase(view)
+
+
+class UnshardedBucket:
+    """The unsharded parameters of ``bucket``, the same objects until it is laid out anew.
+
+    Where sharded parameters are stored in another dtype than they are computed in, or in host memory, the
+    flat shard is first copied into a buffer to send from: one cast, one copy, for all parameters together.
+
+    Where a few ranks keep the parameters together between forward and backward, each has a post-forward
+    shard: its part of all of them, as computed with.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._device = bucket.mesh.device
+        self._among_few: AllGather | None = None
+        self._post_forward_shard: Tensor | None = None
+        self.buffer = self._make_params()
+        self.full_params = [param.unsharded for param in bucket.params if param.unsharded is not None]
+
+    def _make_params(self) -> UnshardedBuffer:
+        """Make them, and all that it takes to fill and check them; returns their memory."""
+        bucket, slots = self._bucket, self._bucket.computed.slots
+        self._is_alone = bucket.mesh.shard_axis.is_alone
+        # Whether the flat shard itself is the input of the all-gather.
+        self._sends_flat_shard = bucket.computed is bucket.stored and not bucket.is_offloaded
+        flat = bucket.flat_shard.bytes if self._sends_flat_shard else None
+        buffer = UnshardedBuffer(bucket.computed, self._device, flat if self._is_alone else None)
+        for param, slot in zip(bucket.params, slots, strict=True):
+            param.make_unsharded(buffer.unsharded_tensor(slot))
+        self._all_gather = None if self._is_alone else self._make_all_gather(buffer)
+        self._pieces: list[Tensor] | None = None
+        in_place = isinstance(self._all_gather, InPlaceAllGather)
+        if self._all_gather is not None and flat is not None and not in_place:
+            self._pieces = self._all_gather.cut(flat)
+        comm, axis = bucket.communication.post_forward, bucket.communication.options.post_forward_axis
+        if comm is not None and axis is not None:
+            self._post_forward_rank, self._post_forward_layout = axis.rank, bucket.post_forward_layout(axis)
+            self._among_few = AllGather(comm, self._post_forward_layout, buffer)
+        self._placed = [param for param, slot in zip(bucket.params, slots, strict=True) if slot.slot_bytes]
+        self._contents = [param.unsharded_data() for param in self._placed]
+        self._offsets = [slot.slot_offset for slot in slots if slot.slot_bytes]
+        self._start_from_flat_shard()
+        return buffer
+
+    def _make_all_gather(self, buffer: UnshardedBuffer) -> AllGather:
+        comm, layout = self._bucket.communication.all_gather, self._bucket.computed
+        if (quantized := self._bucket.policy.quantized_all_gather) is None:
+            if isinstance(comm, PooledCollectives):
+                return InPlaceAllGather(comm, layout, buffer, self._bucket.mesh.shard_axis.rank)
+            return AllGather(comm, layout, buffer)
+        return Int8AllGather(comm, layout, buffer, quantized.block_size)
+
+    def start_all_gather(self, stream: CommStream) -> Finish:
+        """Allocate the buffer and start to fill it; returns the function that waits.
+
+        Replaced on the instance where something can be sent as it is: mostly the flat shard.
+        """
+        self.buffer.allocate()
+        flat = self._on_device(stream)
+        if self._all_gather is None:  # a single rank
+            if not self._sends_flat_shard:
+                self._cast(flat, self.buffer.bytes)
+            return nothing
+        if isinstance(self._all_gather, InPlaceAllGather):
+            return self._all_gather.start_from(partial(self._cast, flat))
+        if self._bucket.computed is self._bucket.stored:
+            return self._all_gather.start(stream, self._all_gather.cut(flat))
+        num_bytes = self._bucket.computed.shard_bytes
+        scratch = stream.acquire(num_bytes, self._device)
+        send = scratch.bytes[:num_bytes]
+        self._cast(flat, send)
+        wait = self._all_gather.start(stream, self._all_gather.cut(send))
+
+        def finish() -> None:
+            wait()
+            stream.release(scratch)
+
+        return finish
+
+    def _start_from_flat_shard(self) -> None:
+        vars(self).pop("start_all_gather", None)
+        if self._all_gather is not None and self._pieces is not None:
+            self.start_all_gather = partial(self._all_gather.start, inputs=self._pieces)  # type: ignore[method-assign]
+
+    def _on_device(self, stream: CommStream) -> Tensor:
+        """The flat shard on the computing device, in the dtypes that are stored."""
+        flat = self._bucket.flat_shard.bytes
+        if not self._bucket.is_offloaded:
+            return flat
+        return stream.copy_in(
+            lambda: torch.empty_like(flat, device=self._device).copy_(flat, non_blocking=True)
+        )
+
+    def _cast(self, flat: Tensor, target: Tensor) -> None:
+        """Copy the flat shard to ``target``, in the dtypes that are computed with."""
+        cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
+
+    def keep_post_forward_shard(self) -> None:
+        """Keep this rank's post-forward shard, from which the next all-gather begins, if a few ranks do."""
+        if self._among_few is None:
+            return
+        rank, layout = self._post_forward_rank, self._post_forward_layout
+        kept = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=self._device)
+        for view, slot in zip(local_views(kept, layout, rank), layout.slots, strict=True):
+            view.copy_(shard_of(self.buffer.unsharded_tensor(slot), slot, rank))
+        self._post_forward_shard = kept
+        self.start_all_gather = partial(self._among_few.start, inputs=self._among_few.cut(kept))  # type: ignore[method-assign]
+
+    def drop_post_forward_shard(self) -> None:
+        """Free the post-forward shard."""
+        if self._post_forward_shard is not None:
+            self._post_forward_shard = None
+            self._start_from_flat_shard()
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def can_be_compared(self) -> bool:
+        """False if they are only close to the shards."""
+        return not self._bucket.is_quantized
+
+    def differs(self) -> Tensor:
+        """Whether this rank's sharded parameters have changed since the all-gather: a bool on the device.
+
+        Compares them with its own part of the buffer: versions do not tell, since foreach and fused
+        optimizers, and changes through ``.data``, do not count on a DTensor. Waits for nothing.
+        """
+        bucket, slots = self._bucket, self._bucket.computed.slots
+        answer = torch.zeros((), dtype=torch.bool, device=self._device)
+        if self._is_alone and self._sends_flat_shard:
+            return answer
+        for param, slot in zip(bucket.params, slots, strict=True):
+            part = shard_of(param.unsharded_data().detach(), slot, bucket.mesh.shard_axis.rank)
+            now = param.local.detach().to(part.device, part.dtype)
+            if now.numel():
+                answer |= torch.ne(bytes_of(now), bytes_of(part)).any()
+        return answer
+
+    def relocated_params(self) -> list[str]:
+        """Names of unsharded parameters that were given other memory (``param.data = ...``)."""
+        start = self.buffer.bytes.data_ptr()
+        if all_start_at(self._contents, self._offsets, start):
+            return []
+        rows = zip(self._placed, self._contents, self._offsets, strict=True)
+        return [param.fqn for param, content, offset in rows if content.data_ptr() != start + offset]
+
+    def allocated_bytes(self) -> tuple[int, int]:
+        """The memory that the buffer takes now, and the post-forward shard."""
+        part = self._post_forward_shard
+        return self.buffer.allocated_bytes, 0 if part is None else part.numel()
+
+
+# --- from a parameter to its bucket ----------------------------------------------------------------
 
 
 class BucketRef(weakref.ref[Bucket]):

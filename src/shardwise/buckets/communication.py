@@ -1,18 +1,12 @@
 """How a bucket communicates."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from shardwise.comm.communicators import BackendCollectives, Communicator, all_reduce, make_communicator
-from shardwise.comm.reducers import AllReduce, Reducer
+from shardwise.comm.communicators import Communicator, Make, SingleRank, make_communicator
 from shardwise.layout.mesh import Axis, ShardMesh
-
-Make = Callable[[dist.ProcessGroup | None, torch.device], Any]
 
 
 @dataclass(frozen=True)
@@ -21,8 +15,8 @@ class CommOptions:
 
     ``channel`` keeps its messages apart from those of other buckets. ``reduce_pg`` is a process group for
     reductions alone. ``post_forward_axis``: the ranks that together keep the parameters after forward.
-    ``make_all_gather`` and ``make_reduce_scatter`` make the caller's own collectives; ``reducer`` replaces
-    the whole reduction of gradients, over shards and replicas.
+    ``make_all_gather``, ``make_reduce_scatter`` and, over replicas, ``make_all_reduce`` make the caller's own
+    collectives.
     """
 
     channel: int = 0
@@ -30,7 +24,7 @@ class CommOptions:
     post_forward_axis: Axis | None = None
     make_all_gather: Make | None = None
     make_reduce_scatter: Make | None = None
-    reducer: Reducer | None = None
+    make_all_reduce: Make | None = None
     force_sum: bool = False
 
 
@@ -38,7 +32,7 @@ class Communication:
     """The communicators of a bucket, made from its options.
 
     ``all_gather`` and ``reduce_scatter`` connect the ranks that share it, ``post_forward`` the few that keep
-    the parameters after forward, if there are any. ``sum_over_replicas``: None where nobody has copies.
+    the parameters after forward, if there are any. ``over_replicas``: None where nobody has copies.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -50,18 +44,14 @@ class Communication:
         self.options = options
         pg, device = self.mesh.shard_axis.pg, self.mesh.device
         self.all_gather = (options.make_all_gather or make_communicator)(pg, device)
-        make_reduce_scatter = (
-            options.reducer.reduce_scatter_communicator
-            if options.reducer
-            else options.make_reduce_scatter or make_communicator
+        self.reduce_scatter = (options.make_reduce_scatter or make_communicator)(
+            options.reduce_pg or pg, device
         )
-        self.reduce_scatter = make_reduce_scatter(options.reduce_pg or pg, device)
-        replicas = self.mesh.replicate_axis.pg
-        self.sum_over_replicas: AllReduce | None = None
-        if options.reducer is not None:
-            self.sum_over_replicas = options.reducer.all_reduce_function(replicas, device)
-        elif replicas is not None and not self.mesh.replicate_axis.is_alone:
-            self.sum_over_replicas = partial(all_reduce, replicas)
+        self.over_replicas: Communicator | None = None
+        replicas = self.mesh.replicate_axis
+        if options.make_all_reduce is not None or not replicas.is_alone:
+            over_replicas = (options.make_all_reduce or make_communicator)(replicas.pg, device)
+            self.over_replicas = None if isinstance(over_replicas, SingleRank) else over_replicas
         self.post_forward: Communicator | None = None
         if options.post_forward_axis is not None:
             self.post_forward = make_communicator(options.post_forward_axis.pg, device)
@@ -87,9 +77,7 @@ class Communication:
     def force_sums(self, enable: bool) -> None:
         """Have the back end only sum, and divide afterwards. May be called at any time."""
         self.options = replace(self.options, force_sum=enable)
-        for comm in (self.all_gather, self.reduce_scatter):
-            if isinstance(comm, BackendCollectives):
-                comm.force_sum = enable
+        self.reduce_scatter.force_sum = enable
 
     def would_change(self, choices: dict[str, Any]) -> bool:
         """Whether these options differ from those of now."""
@@ -97,5 +85,5 @@ class Communication:
 
     @property
     def averages_itself(self) -> bool:
-        """True if the caller's reducer divides as well."""
-        return self.options.reducer is not None and self.options.reducer.divides
+        """True if the caller's own reduction divides as well."""
+        return any(comm is not None and comm.averages for comm in (self.reduce_scatter, self.over_replicas))

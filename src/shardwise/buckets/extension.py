@@ -18,8 +18,7 @@ Both may get them until the first forward.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -28,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.buckets.bucket import Bucket, ShardStorage
-from shardwise.buckets.unsharded_bucket import UnshardedBucket
+from shardwise.buckets.bucket import Bucket, ShardStorage, UnshardedBucket
+from shardwise.comm.buffers import bytes_of
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh
@@ -40,15 +39,10 @@ from shardwise.torch_compat import dtensor, tensor_impl
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
-_SIGNATURES = {
-    PRE: ((1, 5), "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"),
-    POST: ((3,), "(outputs, metadata, param_dtype, *, out=None)"),
-}
-
 
 def is_extension(tensor: Tensor) -> bool:
     """True if ``tensor`` has both methods of the protocol."""
-    return all(callable(getattr(tensor, name, None)) for name in _SIGNATURES)
+    return all(callable(getattr(tensor, name, None)) for name in (PRE, POST))
 
 
 def needs_own_bucket(tensor: Tensor) -> bool:
@@ -57,34 +51,23 @@ def needs_own_bucket(tensor: Tensor) -> bool:
 
 
 def check_protocol(tensor: Tensor, where: str) -> None:
-    """Refuse a tensor with only one of the two methods, or with other arguments than it is called with.
+    """Refuse a tensor with only one of the two methods.
 
     Raises:
         TypeError: naming the method.
     """
-    kind = type(tensor).__name__
-    has = [name for name in _SIGNATURES if callable(getattr(tensor, name, None))]
+    has = [name for name in (PRE, POST) if callable(getattr(tensor, name, None))]
     if len(has) == 1:
         missing = POST if has == [PRE] else PRE
         raise TypeError(
-            f"{where} holds a {kind}, which has {has[0]} but no {missing}; an all-gather needs both. Add it "
-            "to the class, or to the tensor that has the other."
+            f"{where} holds a {type(tensor).__name__}, which has {has[0]} but no {missing}; an all-gather "
+            "needs both. Add it to the class, or to the tensor that has the other."
         )
-    for name in has:
-        counts, expected = _SIGNATURES[name]
-        signature = inspect.signature(getattr(tensor, name))
-        if sum(p.kind in _POSITIONAL for p in signature.parameters.values()) not in counts:
-            raise TypeError(
-                f"{where} holds a {kind}, whose {name} takes {signature}; expected is {expected}."
-            )
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _carry_methods(source: Tensor, target: Tensor) -> None:
     """Copy methods that were set on ``source`` itself to ``target``, which has those of its class."""
-    for name in _SIGNATURES:
+    for name in (PRE, POST):
         own = vars(source).get(name)
         if own is not None:
             is_bound = isinstance(own, MethodType) and own.__self__ is source
@@ -109,13 +92,6 @@ def _copied(tensor: Tensor) -> Tensor:
     strides = torch.empty_strided(tensor.size(), tensor.stride(), device="meta").clone().stride()  # dense
     copied: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), strides)
     return copied.detach()
-
-
-@contextmanager
-def _as_values() -> Iterator[None]:
-    """Inside, tensors may be saved for backward, and the unsharded parameter may be written to."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class _ExtensionBuffer:
@@ -203,9 +179,8 @@ class ExtensionBucket(Bucket):
         except Exception as error:
             raise ValueError(
                 f"{self._param.fqn}: {type(whole).__name__} cannot be cut into {world} chunks along dim "
-                f"{dim} of shape {tuple(whole.shape)}: {error}. Choose a shape or blocks that "
-                "divide by the ranks, another dim (shard_placement_fn), or keep the parameter whole "
-                "(ignored_params)."
+                f"{dim} of shape {tuple(whole.shape)}: {error}. Choose a shape that divides by the ranks, "
+                "another dim (shard_placement_fn), or keep the parameter whole (ignored_params)."
             ) from error
 
     def lay_out(self, device: torch.device) -> None:
@@ -256,25 +231,20 @@ class _UnshardedExtension(UnshardedBucket):
         self._outputs, metadata = self._first_all_gather()
         self._is_fresh = True  # filled already; no all-gather before the first use
         local = self._param.local
-        result = local.fsdp_post_all_gather(self._outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
-        full, inner = self._checked(result, POST, "(tensor, inner tensors) where out is None")
+        full, inner = local.fsdp_post_all_gather(self._outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         self._param.make_unsharded(self._without_padding(full).detach(), keeps_class=True)
         return _ExtensionBuffer([*self._outputs, *inner])
 
-    def _without_padding(self, full: Any) -> Tensor:
+    def _without_padding(self, full: Tensor) -> Tensor:
         """``full`` without the padding rows at its end."""
-        shape = self._param.shape
-        if isinstance(full, Tensor) and full.shape == shape:
+        shape, found = self._param.shape, tuple(full.shape)
+        if found == shape:
             return full
-        is_longer = isinstance(full, Tensor) and full.dim() == len(shape) and full.shape[1:] == shape[1:]
-        if not (is_longer and self._param.dim == 0 and full.shape[0] > shape[0]):
-            found = f"shape {tuple(full.shape)}" if isinstance(full, Tensor) else repr(full)
-            dim = self._param.dim
-            hint = f" Shards are parts along dim {dim}; outputs are those along dim 0." if dim else ""
+        if self._param.dim != 0 or len(found) != len(shape) or found[1:] != shape[1:] or found < shape:
             raise RuntimeError(
-                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned {found}, where a "
-                f"tensor of shape {shape} is expected, or one with more rows, which are cut off.{hint} "
-                "Return a tensor of the shape of the whole parameter."
+                f"{self._param.fqn}: {type(self._param.local).__name__}.{POST} returned shape {found}, where "
+                f"a tensor of shape {shape} is expected; or one with more rows, which are cut off, if it is "
+                "sharded on dim 0. Return a tensor of the shape of the whole parameter."
             )
         # Classes that were written for torch's fully_shard have this operation: it is always called there.
         return full.as_strided(shape, full.stride())
@@ -292,8 +262,8 @@ class _UnshardedExtension(UnshardedBucket):
         if not is_extension(local):
             raise RuntimeError(
                 f"{self._param.fqn}: its shard was replaced by a {type(local).__name__} without {PRE} and "
-                f"{POST}, by which its group unshards it. Methods that were put on a tensor stay with that "
-                "tensor: put them on the new local tensor as well, or on its class."
+                f"{POST}. Methods that were put on a tensor stay with that tensor: put them on the new local "
+                "tensor as well, or on its class."
             )
         if local.device != self._bucket.mesh.device:
             to_device = partial(local.to, self._bucket.mesh.device)
@@ -302,29 +272,19 @@ class _UnshardedExtension(UnshardedBucket):
             local = moved
         mesh = self._bucket.mesh.shard_dim_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
-            result = local.fsdp_pre_all_gather(mesh)
+            inputs, metadata = local.fsdp_pre_all_gather(mesh)
         else:
             sharded = self._param.sharded
-            result = local.fsdp_pre_all_gather(
+            inputs, metadata = local.fsdp_pre_all_gather(
                 mesh, sharded.size(), sharded.stride(), self._param.sites[0].module, self._bucket.mp_policy
             )
-        inputs, metadata = self._checked(result, PRE, "(inputs, metadata)")
         if not isinstance(inputs, (tuple, list)) or not all(type(t) is Tensor for t in inputs) or not inputs:
             raise TypeError(
                 f"{self._param.fqn}: {type(local).__name__}.{PRE} returned inputs {inputs!r}; expected is a "
                 "tuple of plain tensors, which are what travels."
             )
-        # Tags depend on the offset in the storage, which must be equal on all ranks (see comm/gloo.py).
+        # Tags depend on the offset in the storage, which must be equal on all ranks (see ``GlooExchange``).
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
-
-    def _checked(self, result: Any, method: str, expected: str) -> tuple[Any, Any]:
-        """A pair that a method of the protocol has returned."""
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise TypeError(
-                f"{self._param.fqn}: {type(self._param.local).__name__}.{method} returned {result!r}; "
-                f"expected is {expected}."
-            )
-        return result[0], result[1]
 
     def start_all_gather(self, stream: CommStream) -> Finish:
         """All-gather into the same memory again."""
@@ -332,12 +292,12 @@ class _UnshardedExtension(UnshardedBucket):
         if is_fresh and self.buffer.allocated_bytes:  # else freed since: gradients were carried over
             return nothing
         self.buffer.allocate()
-        with _as_values():
+        with torch.inference_mode(False), torch.no_grad():
             inputs, metadata = self._inputs(stream)
             wait = self._start(inputs, self._outputs)
 
         def finish() -> None:
-            with _as_values():
+            with torch.inference_mode(False), torch.no_grad():
                 wait()
                 self._param.local.fsdp_post_all_gather(  # type: ignore[attr-defined]
                     self._outputs, metadata, self._param_dtype, out=self._param.unsharded_data()
@@ -347,23 +307,17 @@ class _UnshardedExtension(UnshardedBucket):
 
     def _first_all_gather(self) -> tuple[list[Tensor], Any]:
         inputs, metadata = self._inputs()
-        self._shapes = self._shapes_of_all([tuple(tensor.shape) for tensor in inputs])
+        axis = self._bucket.mesh.shard_axis
+        own = [tuple(tensor.shape) for tensor in inputs]
+        self._shapes = [own] * axis.world  # of the inputs of all ranks
+        if not axis.is_alone and not self._bucket.stored.slots[0].is_even:
+            dist.all_gather_object(self._shapes, own, group=axis.pg)
         outputs = []
         for index, tensor in enumerate(inputs):
-            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else None
-            shape = (rows, *tensor.shape[1:]) if rows is not None else (self._bucket.mesh.shard_axis.world,)
-            outputs.append(tensor.new_empty(shape))
+            rows = sum(shapes[index][0] for shapes in self._shapes) if tensor.dim() else axis.world
+            outputs.append(tensor.new_empty((rows, *tensor.shape[1:])))
         self._start(inputs, outputs)()
         return outputs, metadata
-
-    def _shapes_of_all(self, own: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """The input shapes of all ranks; asked once, and only if they may differ."""
-        axis = self._bucket.mesh.shard_axis
-        if axis.is_alone or self._bucket.stored.slots[0].is_even:
-            return [own] * axis.world
-        found: list[Any] = [None] * axis.world
-        dist.all_gather_object(found, own, group=axis.pg)
-        return found
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
         """All-gather each input into its output, padded in transit if ranks have different sizes."""
@@ -371,32 +325,25 @@ class _UnshardedExtension(UnshardedBucket):
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
             return nothing
-        sends, receives, finishes = [], [], []
+        comm = self._bucket.communication.all_gather
+        waits, padded = [], []
         for index, (source, output) in enumerate(zip(inputs, outputs, strict=True)):
             sizes = [torch.Size(shapes[index]).numel() * source.itemsize for shapes in self._shapes]
-            raw = (
-                source.view(-1).view(torch.uint8) if source.numel() else source.new_empty(0).view(torch.uint8)
-            )
-            flat = output.view(-1).view(torch.uint8) if output.numel() else raw[:0]
-            is_even = min(sizes) == max(sizes) and sizes[0] % ALIGNMENT == 0
-            if is_even:
-                sends.append(raw)
-                receives.append(flat)
-            else:
-                room = round_up(max(sizes), ALIGNMENT)
-                sends.append(torch.nn.functional.pad(raw, (0, room - raw.numel())))
-                receives.append(raw.new_empty(room * len(sizes)))
-                finishes.append((receives[-1].view(len(sizes), room), sizes, flat))
-        some = [i for i, send in enumerate(sends) if send.numel()]
-        # One after the other: messages are told apart by their place in a shard buffer (see
-        # comm/gloo.py), which these do not have.
-        comm = self._bucket.communication.all_gather
-        waits = [comm.all_gather([receives[i]], [sends[i]]) for i in some]
+            send, receive = bytes_of(source), bytes_of(output)
+            if min(sizes) != max(sizes) or sizes[0] % ALIGNMENT:
+                room, target = round_up(max(sizes), ALIGNMENT), receive
+                receive = send.new_empty(room * len(sizes))
+                send = torch.nn.functional.pad(send, (0, room - send.numel()))
+                padded.append((receive.view(len(sizes), room), sizes, target))
+            if send.numel():
+                # One after the other: messages are told apart by their place in a shard buffer (see
+                # ``GlooExchange``), which these do not have.
+                waits.append(comm.all_gather([receive], [send]))
 
         def finish() -> None:
             for wait in waits:
                 wait()
-            for rows, sizes, target in finishes:
+            for rows, sizes, target in padded:
                 torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)], out=target)
 
         return finish
@@ -423,9 +370,8 @@ def check_before_training(bucket: Bucket) -> None:
         if isinstance(bucket, ExtensionBucket) and not is_extension(param.local):
             raise NotImplementedError(
                 f"{param.fqn} holds a {type(param.local).__name__}, a tensor subclass that does not say how "
-                f"it is gathered. Give the class {PRE} and {POST}, as torchao's have, before the first "
-                "forward; or, before fully_shard, convert the parameter to a plain tensor, or pass it in "
-                "ignored_params."
+                f"it is gathered. Give the class {PRE} and {POST} before the first forward; or, before "
+                "fully_shard, convert the parameter to a plain tensor, or pass it in ignored_params."
             )
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
-from shardwise.layout.coverage import why_not_covered
 from shardwise.layout.fqns import listed
-from shardwise.layout.regions import Region
+from shardwise.layout.regions import Region, why_not_covered
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.named_state import StatePath
 

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import UnshardedBuffer
-from shardwise.comm.communicators import BufferPool, Communicator
-from shardwise.comm.pieces import Staging, packed_ranges, strided_pieces
-from shardwise.comm.streams import CommStream, Finish, Scratch, nothing
+from shardwise.comm.buffers import UnshardedBuffer, in_equal_steps, strided_pieces
+from shardwise.comm.communicators import Communicator
+from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch, nothing
 from shardwise.layout.slots import Layout
 from shardwise.torch_compat import foreach
+
+
+class Staging(NamedTuple):
+    """A buffer that a packed all-gather fills: as one, by rank, what is not strided of that, by ranges."""
+
+    flat: Tensor
+    rows: Tensor
+    packed: Tensor
+    ranges: list[Tensor]
 
 
 class AllGather:
@@ -29,7 +37,6 @@ class AllGather:
         self._packed_bytes = layout.packed_bytes
         self._staging_bytes = self._world * self._packed_bytes
         self._device = buffer.bytes.device
-        self._on_host = self._device.type == "cpu"
         if self._packed_bytes:
             self._plan_unpacking(layout, buffer)
 
@@ -42,16 +49,19 @@ class AllGather:
         pool: BufferPool = self._comm.pool or stream
         scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
         key = self._staging_key
-        staging: Staging = scratch.views.get(key) or scratch.view(key, self._stage)
+        staging: Staging = scratch.views.get(key) or scratch.make_view(key, self._stage)
         wait = self._comm.all_gather([*self._outputs, staging.flat], inputs)
         return partial(self._end, wait, staging, pool, scratch)
 
     def _end(self, wait: Finish, staging: Staging, pool: BufferPool, scratch: Scratch) -> None:
         wait()
-        if self._homes and not self._strided:  # as _unpack does on the host, without a call
+        if self._homes:
             foreach.copy_(self._homes, staging.ranges)
-        else:
-            self._unpack(staging)
+        elif self._sizes:
+            torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
+        for slot, full in self._strided:
+            for piece, part in strided_pieces(slot, staging.rows, self._layout.packed_start, full):
+                part.copy_(piece)
         pool.release(scratch)
 
     def cut(self, send: Tensor) -> list[Tensor]:
@@ -63,24 +73,24 @@ class AllGather:
         return pieces
 
     def _plan_unpacking(self, layout: Layout, buffer: UnshardedBuffer) -> None:
-        """Columns of the staging buffer and their targets; padding in between is thrown away.
-
-        On the host, one copy unpacks all parameters of one size; on a device one kernel unpacks all.
-        """
-        self._ranges = packed_ranges(layout) if self._on_host else []
-        self._homes = [
-            buffer.bytes.as_strided(
-                (s.length, self._world, s.num_bytes), (s.slot_pitch, s.num_bytes, 1), s.slot_start
-            )
-            for s in self._ranges
-        ]
+        """Columns of the staging buffer and their targets; padding in between is thrown away."""
+        self._ranges: list[tuple[int, int, int, int]] = []
+        """How many of one size, and bytes, pitch and start of their columns."""
+        self._homes: list[Tensor] = []
         self._sizes: list[int] = []
         self._targets: list[Tensor] = []
-        for index in layout.packed:
-            slot = layout.slots[index]
-            if slot.chunk_bytes:
-                self._sizes.append(slot.chunk_bytes)
-                self._targets.append(buffer.slot(slot).view(self._world, -1))
+        slots = [layout.slots[index] for index in layout.packed if layout.slots[index].chunk_bytes]
+        if self._device.type == "cpu":  # one copy unpacks all parameters of one size
+            sizes = [slot.chunk_bytes for slot in slots]
+            offsets = [(slot.shard_offset - layout.packed_start, slot.slot_offset) for slot in slots]
+            for first, end, (pitch, slot_pitch) in in_equal_steps(sizes, offsets):
+                length, num_bytes, (start, slot_start) = end - first, sizes[first], offsets[first]
+                self._ranges.append((length, num_bytes, pitch, start))
+                shape, stride = (length, self._world, num_bytes), (slot_pitch, num_bytes, 1)
+                self._homes.append(buffer.bytes.as_strided(shape, stride, slot_start))
+        for slot in slots:  # for one kernel that unpacks all; on the host a dry run counts the memory
+            self._sizes.append(slot.chunk_bytes)
+            self._targets.append(buffer.slot(slot).view(self._world, -1))
             if padding := slot.padded_bytes - slot.chunk_bytes:
                 self._sizes.append(padding)
                 self._targets.append(buffer.bytes.new_empty(self._world, padding))
@@ -95,20 +105,10 @@ class AllGather:
         flat = buffer[: self._world * self._layout.packed_bytes]
         rows = flat.view(self._world, -1)
         ranges = [
-            flat.as_strided((s.length, self._world, s.num_bytes), (s.pitch, rows.stride(0), 1), s.start)
-            for s in self._ranges
+            flat.as_strided((length, self._world, num_bytes), (pitch, rows.stride(0), 1), start)
+            for length, num_bytes, pitch, start in self._ranges
         ]
         return Staging(flat, rows, rows[:, : sum(self._sizes)], ranges)
-
-    def _unpack(self, staging: Staging) -> None:
-        if self._on_host:
-            if self._homes:
-                foreach.copy_(self._homes, staging.ranges)
-        elif self._sizes:  # one kernel
-            torch.split_with_sizes_copy(staging.packed, self._sizes, dim=1, out=self._targets)
-        for slot, full in self._strided:
-            for piece, part in strided_pieces(slot, staging.rows, self._layout.packed_start, full):
-                part.copy_(piece)
 
 
 class InPlaceAllGather(AllGather):
@@ -127,20 +127,16 @@ class InPlaceAllGather(AllGather):
         super().__init__(comm, layout, buffer)
         self._rank = rank
 
-    def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
-        """As ``AllGather.start``: copies its one input first."""
-        if not inputs:
-            self._buffer.allocate()
-            return nothing
-        (flat,) = inputs
-        return self.start_from(stream, lambda own: own.copy_(flat))
-
-    def start_from(self, stream: CommStream, fill: Callable[[Tensor], Any]) -> Finish:
+    def start_from(self, fill: Callable[[Tensor], Any]) -> Finish:
         """The all-gather of what ``fill`` writes to a buffer that is laid out as a flat shard."""
         self._buffer.allocate()
-        pool: BufferPool = self._comm.pool
+        if not self._packed_bytes:
+            return nothing
+        pool = self._comm.pool
+        assert pool is not None
         scratch = pool.acquire(self._staging_bytes, self._device, self._dtype)
-        staging: Staging = scratch.view(self._staging_key, self._stage)
+        key = self._staging_key
+        staging: Staging = scratch.views.get(key) or scratch.make_view(key, self._stage)
         own = staging.rows[self._rank]
         fill(own)
         wait = self._comm.all_gather([staging.flat], [own])

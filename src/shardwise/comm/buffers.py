@@ -11,8 +11,8 @@ Buffers of bytes; each parameter sees its own range in its own dtype. Who may fr
   times the copy into it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class FlatShard:
     """This rank's shards of a bucket's parameters, back to back in one buffer."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
-        self.layout = layout
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
 
@@ -99,11 +98,10 @@ class UnshardedBuffer:
         A view would share its base's counter, and every refill of the buffer would look to autograd
         like a change of the weight.
         """
-        dtype = dtype_of(slot)
-        full = torch.empty(0, dtype=dtype, device=self.bytes.device)
+        full = torch.empty(0, dtype=slot.dtype, device=self.bytes.device)
         shape = torch.Size(slot.shape)
         stride = torch.empty(shape, device="meta").stride()
-        return full.set_(self._storage, slot.slot_offset // dtype.itemsize, shape, stride)
+        return full.set_(self._storage, slot.slot_offset // slot.itemsize, shape, stride)
 
 
 def with_own_storage(view: Tensor) -> Tensor:
@@ -116,12 +114,6 @@ def with_own_storage(view: Tensor) -> Tensor:
         return view
     # By a capsule: given the tensor itself, torch asks that its device be the current one.
     return torch.from_dlpack(to_dlpack(view))
-
-
-def dtype_of(slot: Slot) -> torch.dtype:
-    """The dtype that the layout carries as a key."""
-    assert isinstance(slot.dtype, torch.dtype)
-    return slot.dtype
 
 
 def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -138,50 +130,47 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
     """The shards of ``rank`` in a buffer laid out as a flat shard, one for each parameter."""
-    return [
-        _typed(buffer, slot.shard_offset, slot.local_shape(rank), dtype_of(slot)) for slot in layout.slots
-    ]
+    return LocalViews(layout, rank).of(buffer)
 
 
-class _EqualViews(NamedTuple):
-    """Neighbours of one shape and dtype: the first of ``indices`` lies at ``offset``, counted in elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    indices: tuple[int, ...]
-    own_stride: tuple[int, ...] | None  # of the only one
+def in_equal_steps(
+    keys: Sequence[Hashable], offsets: Sequence[tuple[int, ...]]
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Neighbours of one key whose offsets grow by equal steps: the first, past the last, and the steps."""
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for index, (key, own) in enumerate(zip(keys, offsets, strict=True)):
+        if found and key == keys[index - 1]:
+            start, end, steps = found[-1]
+            step = tuple(map(sub, own, offsets[index - 1]))
+            if min(step) > 0 and (step == steps or end - start == 1):
+                found[-1] = start, index + 1, step
+                continue
+        found.append((index, index + 1, (0,) * len(own)))
+    return found
 
 
 class LocalViews:
-    """``local_views`` for every step.
+    """The shards of a rank in buffers laid out as a flat shard.
 
-    Three views for each parameter cost a quarter of the host time of a reduction. Here it is one, and less
-    where neighbours have one shape, as many packed ones have: one view of all of them, unbound.
+    Slicing and viewing bytes for each parameter cost a quarter of the host time of a reduction. Here it is
+    one view, and less where neighbours have one shape, as many packed ones have: one for all, unbound.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._num_slots = len(layout.slots)
-        self._segments: list[_EqualViews] = []
-        for index in layout.direct + layout.packed + layout.strided:
-            self._add(index, layout.slots[index], rank)
-        self._dtypes = {run.dtype for run in self._segments}
-
-    def _add(self, index: int, slot: Slot, rank: int) -> None:
-        dtype, shape = dtype_of(slot), slot.local_shape(rank)
-        offset = slot.shard_offset // slot.itemsize
-        if self._segments:
-            last = self._segments[-1]
-            pitch = offset - last.offset if len(last.indices) == 1 else last.stride[0]
-            is_next = offset == last.offset + pitch * len(last.indices)
-            if is_next and pitch > 0 and (dtype, shape) == (last.dtype, last.shape):
-                stride = (pitch, *last.stride[1:])
-                indices = (*last.indices, index)
-                self._segments[-1] = last._replace(stride=stride, indices=indices, own_stride=None)
-                return
-        stride = torch.empty(shape, device="meta").stride()
-        self._segments.append(_EqualViews(dtype, shape, (0, *stride), offset, (index,), stride))
+        order = layout.direct + layout.packed + layout.strided
+        slots = [layout.slots[index] for index in order]
+        keys = [(slot.dtype, slot.local_shape(rank)) for slot in slots]
+        offsets = [(slot.shard_offset // slot.itemsize,) for slot in slots]
+        self._views: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = []
+        """Dtype, shape, stride, offset, and the parameters, by the first dim if there are several."""
+        for start, end, steps in in_equal_steps(keys, offsets):
+            dtype, shape = keys[start]
+            stride = torch.empty(shape, device="meta").stride()
+            if end - start > 1:
+                shape, stride = (end - start, *shape), (*steps, *stride)
+            self._views.append((dtype, shape, stride, *offsets[start], order[start:end]))
+        self._dtypes = {slot.dtype for slot in slots}
 
     def of(self, buffer: Tensor) -> list[Tensor]:
         """The views of a buffer of bytes, in the order of the parameters."""
@@ -189,26 +178,40 @@ class LocalViews:
         for dtype in self._dtypes:
             typed[dtype] = buffer.view(dtype)
         found: list[Tensor] = [buffer] * self._num_slots
-        for dtype, shape, stride, offset, indices, own_stride in self._segments:
-            if own_stride is not None:
-                found[indices[0]] = typed[dtype].as_strided(shape, own_stride, offset)
+        for dtype, shape, stride, offset, indices in self._views:
+            view = typed[dtype].as_strided(shape, stride, offset)
+            if len(indices) == 1:
+                found[indices[0]] = view
                 continue
-            together = typed[dtype].as_strided((len(indices), *shape), stride, offset)
-            for index, view in zip(indices, together.unbind(), strict=True):
-                found[index] = view
+            for index, each in zip(indices, view.unbind(), strict=True):
+                found[index] = each
         return found
 
 
 def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:
     """Copy a flat shard into another layout of the same parameters: one cast for each kind."""
     for old, new in zip(laid_out.segments, to.segments, strict=True):
-        assert isinstance(old.dtype, torch.dtype)
-        assert isinstance(new.dtype, torch.dtype)
         typed_range(target, new.start, new.end, new.dtype).copy_(
             typed_range(source, old.start, old.end, old.dtype), non_blocking=True
         )
 
 
-def _typed(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    numel = torch.Size(shape).numel()
-    return typed_range(buffer, start, start + numel * dtype.itemsize, dtype).view(shape)
+def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank's shard of a strided parameter, twice: in ``rows`` and in ``full``.
+
+    Row r of ``rows`` holds what rank r keeps, in bytes, from the offset ``origin`` of the shard buffer on.
+    """
+    if not slot.chunk_bytes:
+        return
+    start = slot.shard_offset - origin
+    dim = slot.dim
+    columns = rows[:, start : start + slot.chunk_bytes].view(slot.dtype)
+    if slot.is_even:
+        parts = full.unflatten(dim, (slot.world, slot.chunk_size)).movedim(dim, 0)
+        yield columns.unflatten(1, slot.local_shape(0)), parts
+        return
+    for rank in range(slot.world):
+        first, end = slot.index_range(rank)
+        if end > first:
+            shape = slot.local_shape(rank)
+            yield columns[rank, : torch.Size(shape).numel()].view(shape), full.narrow(dim, first, end - first)

@@ -11,7 +11,7 @@ a time into a staging buffer, from which each rank's rows are copied to where th
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.communicators import gather_to, make_communicator
-from shardwise.comm.streams import Finish
+from shardwise.comm.buffers import typed_range
+from shardwise.comm.communicators import make_communicator
+from shardwise.comm.streams import Finish, waiting_for
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import own_rank
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import c10d, dtensor
 
 STAGING_BYTES = 8 << 20
 """The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
-
 
 PACKED_BELOW = 64 << 10
 """Parts smaller than this travel together: each message costs as much as copying several times that."""
@@ -74,16 +74,11 @@ def own_region(tensor: Tensor) -> Region:
 # --- out of DTensors ------------------------------------------------------------------------------
 
 
-def full_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full tensor, in ``dtype`` if given."""
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
-
-
 def batches(tensors: Sequence[Tensor], limit: int, dtypes: Sequence[torch.dtype]) -> Iterator[range]:
     """Stretches of ``tensors`` whose full bytes stay below ``limit``, or that are one tensor."""
     start = size = 0
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        num_bytes = full_bytes(tensor, dtype)
+        num_bytes = tensor.numel() * dtype.itemsize
         if index > start and size + num_bytes > limit:
             yield range(start, index)
             start, size = index, 0
@@ -125,7 +120,8 @@ def gather_full(
             continue
         local = dtensor.local_tensor(tensor).detach()
         if type(local) is not Tensor:
-            result[index] = _gather_subclass(tensor, route.receives)
+            whole = tensor.full_tensor()  # the subclass gathers itself
+            result[index] = whole if route.receives else None
         elif split.is_concatenation and (not split.cuts or local.numel() * dtype.itemsize >= PACKED_BELOW):
             result[index] = route.concatenated(local.to(route.device, dtype), split)
         else:
@@ -140,12 +136,6 @@ def gather_full(
     return result
 
 
-def _gather_subclass(tensor: DTensor, receives: bool) -> Tensor | None:
-    """Leave the gather to the tensor subclass."""
-    full = tensor.full_tensor()
-    return full if receives else None
-
-
 class _Route:
     """How parts of tensors on one mesh reach their receivers: along one mesh dim after the other."""
 
@@ -156,9 +146,10 @@ class _Route:
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
-        self._target = None if owner is None else _coordinate(mesh, owner)
+        found = [] if owner is None else (mesh.mesh == owner).nonzero().tolist()
+        self._target = tuple(found[0]) if found else None
         # An owner outside this mesh is served by the ranks that share a mesh with it.
-        is_elsewhere = owner is not None and self._target is None
+        is_elsewhere = owner is not None and not found
         self.receives = not is_elsewhere and self._target in (None, self._own)
         self.takes_part = not is_elsewhere and all(
             self._target is None or self._own[dim] == self._target[dim]
@@ -204,21 +195,30 @@ class _Route:
         return (whole.clone() if split.num_parts == 1 else whole).view(local.dtype).view(split.shape)
 
 
+def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Tensor] | None) -> Finish:
+    """Gather ``own`` of each rank of ``pg`` into ``pieces`` on rank ``dst``; other ranks pass None."""
+    if own.device.type != "cpu" or c10d.backend_name(pg, own.device) != "gloo":
+        everywhere = None if pieces is None else list(pieces)
+        return waiting_for([dist.gather(own, everywhere, group=pg, group_dst=dst, async_op=True)])
+    # gloo's own gather receives into an extra buffer.
+    if pieces is None:
+        return waiting_for([dist.isend(own, group=pg, group_dst=dst)])
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != dst]
+    works = [dist.irecv(piece, group=pg, group_src=rank) for rank, piece in others]
+    pieces[dst].copy_(own)
+    return waiting_for(works)
+
+
 @dataclass(frozen=True, eq=False)
 class _StagedRows:
-    """A tensor on its way through the staging buffer, or some of its rows."""
+    """A tensor on its way through the staging buffer, and which rows of the largest part are there."""
 
     local: Tensor
     full: Tensor | None
     split: Split
     dtype: torch.dtype
     start: int = 0
-    end: int | None = None  # past the last of the local rows
-
-    @property
-    def rows(self) -> int:
-        """How many rows the largest part has here."""
-        return (self.split.largest[0] if self.end is None else self.end) - self.start
+    rows: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -248,7 +248,7 @@ def _ranges(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRo
                 batch, left = [], limit
                 continue
             rows = min(end - start, max(1, fitting))
-            batch.append(_StagedRows(part.local, part.full, part.split, part.dtype, start, start + rows))
+            batch.append(replace(part, start=start, rows=rows))
             left -= world * batch[-1].num_bytes
             start += rows
     if batch:
@@ -261,7 +261,7 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
     offset = 0
     for part in parts:
         rows = part.local[part.start : part.start + part.rows]
-        _typed(own, offset, tuple(rows.shape), part.dtype).copy_(rows)
+        _typed(own, offset, rows.shape, part.dtype).copy_(rows)
         offset += part.num_bytes
     split = parts[0].split
     whole = route.gather(own, split.mesh_dims)
@@ -277,15 +277,8 @@ def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
             offset += part.num_bytes
 
 
-def _typed(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    num_bytes = prod(shape) * dtype.itemsize
-    return buffer[offset : offset + num_bytes].view(dtype).view(shape)
-
-
-def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
-    """Where global rank ``rank`` stands in ``mesh``."""
-    found = (mesh.mesh == rank).nonzero()
-    return tuple(found[0].tolist()) if len(found) else None
+def _typed(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return typed_range(buffer, offset, offset + prod(shape) * dtype.itemsize, dtype).view(shape)
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:

@@ -14,9 +14,7 @@ Communication for Giant Model Training", 2023 (https://arxiv.org/abs/2306.10209)
 al., "1-Bit Stochastic Gradient Descent", 2014.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import UnshardedBuffer
 from shardwise.comm.communicators import Communicator
-from shardwise.comm.streams import CommStream, Finish, nothing, waiting_for
+from shardwise.comm.streams import CommStream, Finish, all_of, nothing, waiting_for
 from shardwise.layout.chunks import ceil_div, chunk_size, round_up
 from shardwise.layout.slots import BufferSegment, Layout
 from shardwise.torch_compat import c10d
@@ -36,27 +34,15 @@ _TINY = torch.finfo(torch.float32).tiny
 """Scales up to here have no reciprocal: such blocks are taken for zeros."""
 
 
-@dataclass(frozen=True)
 class Blocks:
-    """How rows of ``numel`` numbers are cut."""
+    """How rows of ``numel`` numbers are cut, and the message of each laid out."""
 
-    numel: int
-    block_size: int
-
-    @property
-    def count(self) -> int:
-        """Blocks of a row."""
-        return ceil_div(self.numel, self.block_size)
-
-    @property
-    def scales_at(self) -> int:
-        """Where in a message the scales begin."""
-        return round_up(self.numel, 4)
-
-    @property
-    def message_bytes(self) -> int:
-        """Size of a row's message."""
-        return self.scales_at + 4 * self.count
+    def __init__(self, numel: int, block_size: int) -> None:
+        self.numel = numel
+        self.block_size = block_size
+        self.count = ceil_div(numel, block_size)
+        self.scales_at = round_up(numel, 4)
+        self.message_bytes = self.scales_at + 4 * self.count
 
     def encode(self, rows: Tensor) -> Tensor:
         """Messages of ``rows``, float32 of shape (n, numel), as bytes of shape (n, message_bytes)."""
@@ -83,29 +69,6 @@ class Blocks:
         return rows.unflatten(1, (self.count, self.block_size))
 
 
-class Feedback:
-    """What quantisation has left out so far, to be added the next time; by the place of what was quantised.
-
-    Kept in bfloat16: its own rounding is a 256th of the error that it carries.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
-
-    def forget(self) -> None:
-        """Drop all of it: places mean other parameters from now on."""
-        self._kept.clear()
-
-    def add_to(self, place: int, rows: Tensor) -> None:
-        """Add to ``rows``, in place, what they lacked the last time."""
-        if place in self._kept:
-            rows.add_(self._kept[place])
-
-    def keep(self, place: int, rows: Tensor, sent: Tensor) -> None:
-        """Remember what ``sent`` lacks of ``rows``; of numbers that are none, nothing."""
-        self._kept[place] = (rows - sent).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
-
-
 class RowCodec:
     """Encodes rows of numbers of one dtype, of which some ranges are quantised and others are not.
 
@@ -113,6 +76,7 @@ class RowCodec:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int, bool]], dtype: torch.dtype, block_size: int) -> None:
+        self.ranges = ranges
         self._dtype = dtype
         self._parts: list[tuple[int, int, Blocks | None, int]] = []
         at = 0
@@ -147,7 +111,6 @@ class RowCodec:
 
 def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
     """Which numbers of a segment are worth quantising: matrices, parameter by parameter."""
-    assert isinstance(segment.dtype, torch.dtype)
     size = segment.dtype.itemsize
     found: list[tuple[int, int, bool]] = []
     for index in segment.slots:
@@ -164,71 +127,72 @@ def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[in
     return found
 
 
-class QuantizedExchange:
-    """A reduction in which each rank sends every other one its piece as int8, and sums what it receives.
+class QuantizedCollectives(Communicator):
+    """Reductions in which each rank sends every other one its piece as int8, and sums what it receives.
 
-    An all-to-all of messages. The rank's own piece is not rounded. ``feedback`` is None without it.
+    An all-to-all of messages; the rank's own piece is not rounded. With feedback, what quantisation has left
+    out is added the next time. It is kept in bfloat16, whose own rounding is a 256th of the error it carries.
     """
 
-    packing_limit_bytes = 0
-    most_direct = 0.0
     packs_everything = True
-    sums_are_bitwise_equal = False
-    channel = 0
-    smallest_part_bytes = math.inf
-    reduce_memory_factor = 1.0
-    pool = None
 
     def __init__(
-        self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
+        self, pg: dist.ProcessGroup, device: torch.device, block_size: int, has_feedback: bool
     ) -> None:
-        self._pg = pg
-        self._world, self._rank = pg.size(), pg.rank()
-        self._is_async = device.type == "cpu"
+        super().__init__(pg, is_async=device.type == "cpu")
+        self._rank = pg.rank()
         self._block_size = block_size
-        self._feedback = feedback
+        self._has_feedback = has_feedback
+        self._left_out: dict[int, Tensor] = {}  # by the place of what was quantised
         self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
 
     def plan_for(self, layout: Layout) -> None:
-        """Plan for the pieces of ``layout``, from now on in place of another."""
-        self._codecs.clear()
-        if self._feedback is not None:
-            self._feedback.forget()
-        for segment in layout.packed_segments:
-            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
-                ranges = numbers_to_quantize(layout, segment)
-                self._codecs[segment.start] = RowCodec(ranges, torch.float32, self._block_size)
-
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Unused: only for reductions."""
-        raise NotImplementedError
+        """Plan for the segments of ``layout``; places mean other parameters from now on."""
+        self._left_out.clear()
+        self._codecs = {
+            segment.start: RowCodec(numbers_to_quantize(layout, segment), torch.float32, self._block_size)
+            for segment in layout.segments
+            if segment.end > segment.start
+        }
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Fill each output with the sum over ranks of this rank's piece, divided by ``divisor``."""
-        finishes = []
-        for output, source in zip(outputs, inputs, strict=True):
-            if output.numel():
-                start = int(output.storage_offset()) * output.itemsize
-                finishes.append(self.exchange(output, source, divisor, self._codecs[start], start))
+        """An exchange of each output's pieces."""
+        return all_of(
+            [
+                self._exchange(output, source, divisor, self._codecs[_offset(output)], _offset(output))
+                for output, source in zip(outputs, inputs, strict=True)
+                if output.numel()
+            ]
+        )
 
-        def finish() -> None:
-            for each in finishes:
-                each()
+    def all_reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """An exchange, and an all-gather of the sums in the same form.
 
-        return finish
+        All ranks end with the same bits: those of the messages of the second part. What is not quantised is
+        summed by the back end.
+        """
+        for tensor in tensors:
+            start = _offset(tensor)
+            ranges = self._codecs[start].ranges
+            exact = [tensor[begin:end] for begin, end, is_quantised in ranges if not is_quantised]
+            if exact:
+                together = torch.cat(exact)
+                dist.all_reduce(together, group=self._pg)
+                for target, value in zip(exact, together.split([len(t) for t in exact]), strict=True):
+                    target.copy_(value)
+            for begin, end, is_quantised in ranges:
+                if is_quantised:
+                    self._sum(tensor[begin:end], start + begin * tensor.itemsize)
+        return nothing
 
-    def exchange(self, output: Tensor, source: Tensor, divisor: float, codec: RowCodec, place: int) -> Finish:
-        """The same for one output, whose rows are as ``codec`` expects; ``place`` tells it from others."""
+    def _exchange(
+        self, output: Tensor, source: Tensor, divisor: float, codec: RowCodec, place: int
+    ) -> Finish:
+        """The sum for one output, whose rows are as ``codec`` expects; ``place`` tells it from others."""
         rows = source.view(self._world, -1).float()
         rows = rows.clone() if rows.data_ptr() == source.data_ptr() else rows
-        if self._feedback is not None:
-            self._feedback.add_to(place, rows)
-        messages = codec.encode(rows)
+        messages = self._encode(rows, codec, place, self._rank)
         own = rows[self._rank].clone()
-        if self._feedback is not None:
-            sent = codec.decode(messages, torch.empty_like(rows))
-            sent[self._rank] = own
-            self._feedback.keep(place, rows, sent)
         incoming = torch.empty_like(messages)
         work = dist.all_to_all_single(incoming, messages, group=self._pg, async_op=self._is_async)
 
@@ -240,64 +204,39 @@ class QuantizedExchange:
 
         return finish
 
+    def _encode(self, rows: Tensor, codec: RowCodec, place: int, unsent: int | None = None) -> Tensor:
+        """Messages of ``rows``, to which what they lacked the last time is added in place.
 
-class QuantizedSum:
-    """An all-reduce in the same form: an exchange, and an all-gather of the sums.
-
-    All ranks end with the same bits: those of the messages of the second part. What is not quantised is
-    summed by the back end.
-    """
-
-    def __init__(
-        self, pg: dist.ProcessGroup, device: torch.device, block_size: int, feedback: Feedback | None
-    ) -> None:
-        self._pg = pg
-        self._block_size = block_size
-        self._feedback = feedback
-        self._exchange = QuantizedExchange(pg, device, block_size, feedback)
-        self._ranges: dict[int, list[tuple[int, int, bool]]] = {}
-
-    def plan_for(self, layout: Layout) -> None:
-        """Plan for the tensors of ``layout``, from now on in place of another."""
-        self._ranges.clear()
-        if self._feedback is not None:
-            self._feedback.forget()
-        for segment in layout.segments:
-            if segment.end > segment.start and isinstance(segment.dtype, torch.dtype):
-                self._ranges[segment.start] = numbers_to_quantize(layout, segment)
-
-    def __call__(self, tensors: Sequence[Tensor], is_async: bool) -> Finish:
-        """Sum each of ``tensors``, flat, over the ranks, in place."""
-        for tensor in tensors:
-            start = int(tensor.storage_offset()) * tensor.itemsize
-            exact = [tensor[s:e] for s, e, is_quantised in self._ranges[start] if not is_quantised]
-            if exact:
-                together = torch.cat(exact)
-                dist.all_reduce(together, group=self._pg)
-                for target, value in zip(exact, together.split([len(t) for t in exact]), strict=True):
-                    target.copy_(value)
-            rest = [(s, tensor[s:e]) for s, e, is_quantised in self._ranges[start] if is_quantised]
-            for place, part in rest:
-                self._sum(part, start + place * tensor.itemsize)
-        return nothing
+        ``unsent``: the row that is used as it is.
+        """
+        if place in self._left_out:
+            rows.add_(self._left_out[place])
+        messages = codec.encode(rows)
+        if self._has_feedback:
+            lacking = rows - codec.decode(messages, torch.empty_like(rows))
+            if unsent is not None:
+                lacking[unsent] = 0
+            # Of numbers that are none, nothing.
+            self._left_out[place] = lacking.nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+        return messages
 
     def _sum(self, tensor: Tensor, place: int) -> None:
-        world, numel = self._pg.size(), tensor.numel()
-        share = chunk_size(numel, world)
-        padded = tensor.new_zeros(world * share)
-        padded[:numel].copy_(tensor)
+        share = chunk_size(tensor.numel(), self._world)
+        padded = tensor.new_zeros(self._world * share)
+        padded[: tensor.numel()].copy_(tensor)
         total = torch.empty(share, dtype=torch.float32, device=tensor.device)
         codec = RowCodec([(0, share, True)], torch.float32, self._block_size)
-        self._exchange.exchange(total, padded, 1.0, codec, 2 * place)()
-        rows = total.view(1, -1)
-        if self._feedback is not None:
-            self._feedback.add_to(2 * place + 1, rows)
-        message = codec.encode(rows)
-        if self._feedback is not None:
-            self._feedback.keep(2 * place + 1, rows, codec.decode(message, torch.empty_like(rows)))
-        gathered = message.new_empty(world, codec.message_bytes)
+        self._exchange(total, padded, 1.0, codec, 2 * place)()
+        message = self._encode(total.view(1, -1), codec, 2 * place + 1)
+        gathered = message.new_empty(self._world, codec.message_bytes)
         waiting_for([c10d.all_gather(self._pg, gathered.view(-1), message.view(-1), False)])()
-        tensor.copy_(codec.decode(gathered, rows.new_empty(world, share)).view(-1)[:numel])
+        sums = codec.decode(gathered, total.new_empty(self._world, share))
+        tensor.copy_(sums.view(-1)[: tensor.numel()])
+
+
+def _offset(tensor: Tensor) -> int:
+    """Where it begins in its buffer, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 class Int8AllGather(AllGather):
@@ -311,7 +250,6 @@ class Int8AllGather(AllGather):
         self._segments: list[tuple[int, int, torch.dtype, RowCodec]] = []
         for segment in layout.packed_segments:
             if segment.end > segment.start:
-                assert isinstance(segment.dtype, torch.dtype)
                 codec = RowCodec(numbers_to_quantize(layout, segment), segment.dtype, block_size)
                 start = segment.start - layout.packed_start
                 self._segments.append((start, segment.end - layout.packed_start, segment.dtype, codec))
@@ -338,5 +276,4 @@ class Int8AllGather(AllGather):
         for start, end, dtype, codec in self._segments:
             codec.decode(messages[:, at : at + codec.message_bytes], staging.rows[:, start:end].view(dtype))
             at += codec.message_bytes
-        self._unpack(staging)
-        stream.release(scratch)
+        self._end(nothing, staging, stream, scratch)

@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.buffers import dtype_of, typed_range
-from shardwise.comm.communicators import BufferPool, Communicator
-from shardwise.comm.pieces import are_dense_of, strided_pieces, typed_rows, whole_slot
-from shardwise.comm.streams import CommStream, Finish, Scratch
-from shardwise.layout.slots import BufferSegment, Layout
+from shardwise.comm.buffers import strided_pieces, typed_range
+from shardwise.comm.communicators import Communicator
+from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch
+from shardwise.layout.slots import BufferSegment, Layout, Slot
 from shardwise.torch_compat import tensor_impl
 
 
@@ -49,47 +48,39 @@ class ReduceScatter:
     ) -> None:
         """``part_bytes``: the smallest part; None: the default of the communicator."""
         self._comm = comm
-        self._layout = layout
-        self._device = device
-        least = comm.smallest_part_bytes
-        if part_bytes is not None and least < math.inf:
-            least = part_bytes
-        self.parts = self._plan_parts(least)
-        self._chunked = {segment.start for segment in layout.packed_segments if self._is_chunked(segment)}
-        self._plain = {
-            segment.start
-            for segment in layout.packed_segments
-            if segment.start in self._chunked
-            and all(layout.slots[i].padded_numel == layout.slots[i].chunk_numel for i in segment.slots)
-        }
+        self.layout = layout
+        self.device = device
+        least = comm.smallest_part_bytes if part_bytes is None else part_bytes
+        # What packs everything gets it in one call, on a single rank as well, where all are direct.
+        self.parts = self._plan_parts(math.inf if comm.packs_everything else least)
+        self._chunked: set[int] = set()  # starts of segments of nothing but chunks of rows, and padding
+        self._plain: set[int] = set()  # of those, segments without padding
+        for segment in layout.packed_segments:
+            slots = [layout.slots[index] for index in segment.slots]
+            if all(s.dim == 0 and s.chunk_numel and not (s.is_strided or s.is_replicated) for s in slots):
+                self._chunked.add(segment.start)
+                if all(slot.padded_numel == slot.chunk_numel for slot in slots):
+                    self._plain.add(segment.start)
         self._paddings: dict[tuple[torch.dtype, int], Tensor] = {}
         self.reduce_memory_factor = comm.reduce_memory_factor
         """The memory that a part holds until it is waited for, in units of its gradients."""
-
-    def _is_chunked(self, segment: BufferSegment) -> bool:
-        """True if ``segment`` holds only chunks of rows, and padding."""
-        slots = [self._layout.slots[index] for index in segment.slots]
-        return all(
-            slot.dim == 0 and not slot.is_strided and not slot.is_replicated and slot.chunk_numel > 0
-            for slot in slots
-        )
 
     def _padding(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Zeros behind each chunk of a parameter, one row for each rank; made once."""
         found = self._paddings.get((dtype, numel))
         if found is None:
             with torch.inference_mode(False):
-                found = torch.zeros(self._layout.world, numel, dtype=dtype, device=self._device)
+                found = torch.zeros(self.layout.world, numel, dtype=dtype, device=self.device)
             self._paddings[dtype, numel] = found
         return found
 
     def _plan_parts(self, least: float) -> list[GradientPart]:
-        slots, packed_segments = self._layout.slots, self._layout.packed_segments
+        slots, packed_segments = self.layout.slots, self.layout.packed_segments
         least = max(least, sum(slot.slot_bytes for slot in slots) / _MOST_PARTS)
         parts: list[GradientPart] = []
         direct: tuple[int, ...] = ()
         num_bytes = 0
-        for index in reversed(self._layout.direct):
+        for index in reversed(self.layout.direct):
             direct = (*direct, index)
             num_bytes += slots[index].slot_bytes
             if num_bytes >= least:
@@ -121,19 +112,17 @@ class ReduceScatter:
         for index in part.direct:
             gradient = gradients[index]
             if gradient is not None:
-                slot = self._layout.slots[index]
-                dtype = dtype_of(slot)
-                inputs.append(whole_slot(gradient.to(dtype), slot).view(-1))
+                slot = self.layout.slots[index]
+                inputs.append(_whole_slot(gradient.to(slot.dtype), slot).view(-1))
                 end = slot.shard_offset + slot.chunk_bytes
-                outputs.append(typed_range(output, slot.shard_offset, end, dtype))
+                outputs.append(typed_range(output, slot.shard_offset, end, slot.dtype))
         for segment in part.packed_segments:
             own = list(map(gradients.__getitem__, segment.slots))
             if segment.end > segment.start and not all(map(is_, own, repeat(None))):
-                assert isinstance(segment.dtype, torch.dtype)
-                num_bytes = self._layout.world * (segment.end - segment.start)
-                scratch = pool.acquire(num_bytes, self._device, segment.dtype)
-                key = ("reduce", self._layout.world, num_bytes, segment.dtype)
-                flat, rows = scratch.views.get(key) or scratch.view(key, partial(typed_rows, key))
+                num_bytes = self.layout.world * (segment.end - segment.start)
+                scratch = pool.acquire(num_bytes, self.device, segment.dtype)
+                key = ("reduce", self.layout.world, num_bytes, segment.dtype)
+                flat, rows = scratch.views.get(key) or scratch.make_view(key, partial(_typed_rows, key))
                 self._pack(segment, own, rows)
                 borrowed.append(scratch)
                 inputs.append(flat)
@@ -143,33 +132,32 @@ class ReduceScatter:
 
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
-        world, dtype = self._layout.world, target.dtype
-        is_chunked = segment.start in self._chunked and are_dense_of(dtype, own)
+        world, dtype = self.layout.world, target.dtype
+        is_chunked = segment.start in self._chunked and _are_dense_of(dtype, own)
         if is_chunked and segment.start in self._plain:
             tensor_impl.chunk_cat(own, 0, world, out=target)
             return
         columns: list[Any] = []
         packed_numel = 0
         for index, gradient in zip(segment.slots, own, strict=True):
-            slot = self._layout.slots[index]
+            slot = self.layout.slots[index]
             if slot.is_strided:
                 continue
             if is_chunked:
                 columns.append(gradient)
             elif slot.chunk_bytes:
                 if gradient is None:
-                    gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
-                columns.append(whole_slot(gradient, slot).view(world, -1))
+                    gradient = torch.zeros(slot.shape, dtype=dtype, device=self.device)
+                columns.append(_whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
                 columns.append(self._padding(dtype, padding))
             packed_numel += slot.padded_numel
         if is_chunked:
             tensor_impl.chunk_cat(columns, 0, world, out=target)
-        elif packed_numel == target.shape[1]:
-            torch.cat(columns, dim=1, out=target)
-        else:
-            if columns:
-                torch.cat(columns, dim=1, out=target[:, :packed_numel])
+            return
+        if columns:
+            torch.cat(columns, dim=1, out=target[:, :packed_numel])
+        if packed_numel < target.shape[1]:
             self._pack_strided(segment, own, target, packed_numel)
 
     def _pack_strided(
@@ -177,7 +165,7 @@ class ReduceScatter:
     ) -> None:
         target[:, packed_numel:].zero_()
         for index, gradient in zip(segment.slots, own, strict=True):
-            slot = self._layout.slots[index]
+            slot = self.layout.slots[index]
             if slot.is_strided and gradient is not None:
                 for piece, part in strided_pieces(slot, target.view(torch.uint8), segment.start, gradient):
                     piece.copy_(part)
@@ -187,3 +175,33 @@ def _end(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
     wait()
     for scratch in borrowed:
         pool.release(scratch)
+
+
+_dtype = attrgetter("dtype")
+
+
+def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
+    """True if none is None, and all are contiguous and of ``dtype``; in loops that run in C."""
+    there = all(map(is_not, tensors, repeat(None)))
+    return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
+
+
+def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """The first bytes of a buffer as numbers: flat, and by rank."""
+    _, world, num_bytes, dtype = key
+    flat = buffer[:num_bytes].view(dtype)
+    return flat, flat.view(world, -1)
+
+
+def _whole_slot(gradient: Tensor, slot: Slot) -> Tensor:
+    """``gradient`` padded to the world * chunk rows of its slot; itself if it is even and contiguous."""
+    if slot.is_replicated:
+        return gradient.expand(slot.world).contiguous()
+    if slot.is_even:
+        return gradient.contiguous()
+    dim = slot.dim
+    shape = list(gradient.shape)
+    shape[dim] = slot.world * slot.chunk_size
+    padded = gradient.new_zeros(shape)
+    padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
+    return padded

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardwise.comm.buffers import buffer_for, cast_buffer, typed_range
 from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
-from shardwise.comm.reducers import AllReduce
-from shardwise.comm.streams import CommStreams, CommWork, Finish
+from shardwise.comm.streams import CommStreams, CommWork, Finish, nothing
 from shardwise.layout.slots import Layout
 from shardwise.ranks.activity import Wait
 
@@ -32,43 +31,35 @@ class SecondStage:
     """What is done with the sums over the shard axis, and where the result goes.
 
     ``layout``, ``device``, ``is_pinned``: of the result. ``summed``: indices of the parameters that may have
-    gradients on some rank. ``all_reduce`` sums over replicas in place; None where there are no replicas, or
-    not now. ``earlier``: sums of earlier backwards that have yet to be summed over replicas. ``agree``: see
-    ``Reduction``; here for sums over replicas.
+    gradients on some rank; None where the sums are only moved to the result. ``all_reduce`` sums over
+    replicas in place; None where there are no replicas, or not now. ``earlier``: sums of earlier backwards
+    that have yet to be summed over replicas. ``agree``: see ``Reduction``; here for sums over replicas.
     """
 
     layout: Layout
     device: torch.device
     is_pinned: bool = False
-    summed: frozenset[int] = frozenset()
-    all_reduce: AllReduce | None = None
+    summed: frozenset[int] | None = None
+    all_reduce: Callable[[Sequence[Tensor]], Finish] | None = None
     earlier: Tensor | None = None
     hook: Hook | None = None
     agree: Agree | None = None
-
-    computes: bool = False
-    """Whether ``all_reduce``, ``earlier``, ``hook`` or ``agree`` is given."""
 
 
 class Reduction:
     """The reduction of one bucket, sent in one or several parts, and closed after the last.
 
-    ``allocate`` makes the memory for this rank's sums, with zeros wherever nothing will be written. It is
-    called on the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
-    only later reductions allocate, and those come after the optimizer. The computing stream may be far ahead
-    of an optimizer that runs on a stream of its own. ``is_filled``: every parameter will have a gradient.
-    ``agree`` gives scalars, which all ranks keep, the same bits on all of them: those among the parameters of
-    these indices, in a buffer of sums. It communicates as the reduce-scatter does, and so on its stream.
-    ``awaited``: what this rank waits for when it waits for this (see ``ranks``).
+    ``is_filled``: every parameter will have a gradient. ``agree`` gives scalars, which all ranks keep, the
+    same bits on all of them: those among the parameters of these indices, in a buffer of sums. It
+    communicates as the reduce-scatter does, and so on its stream. ``awaited``: what this rank waits for when
+    it waits for this (see ``ranks``).
     """
 
     def __init__(
         self,
         reduce: ReduceScatter,
-        layout: Layout,
         divisor: float,
         streams: CommStreams,
-        allocate: Callable[[], Tensor],
         *,
         is_filled: bool,
         agree: Agree | None = None,
@@ -76,19 +67,18 @@ class Reduction:
     ) -> None:
         self._reduce = reduce
         self._agree = agree
-        self._layout = layout
+        self._layout = reduce.layout
         self._divisor = divisor
         self._streams = streams
-        self._allocate = allocate
         self._awaited = awaited
         self.output: Tensor | None = None  # allocated when the first part is sent
         self._is_filled = is_filled
-        self.present = [is_filled] * len(layout.slots)
+        self.present = [is_filled] * len(reduce.layout.slots)
         """For each parameter, whether a gradient was or will be sent."""
-        self._works: list[CommWork] = []  # of the parts
-        self._unreduced: deque[Sequence[Tensor | None]] = deque()  # gradients of parts not waited for
+        self._unreduced: deque[tuple[CommWork, Sequence[Tensor | None]]] = deque()  # parts not waited for
         self.held_bytes: deque[float] = deque()
         """For each of these parts the memory that ``release_part`` will free."""
+        self._last_event: Any = None  # on a device, behind the last part
         self._stage: SecondStage | None = None  # once it is closed
         self._stage_work: CommWork | None = None
         self._is_advanced = False
@@ -118,14 +108,20 @@ class Reduction:
         )
         if self._agree is not None:
             start = partial(self._start_alike, start, self._agree, part.indices)
-        self._works.append(stream.submit(start, made_on, self._awaited))
-        self._unreduced.append(gradients)
+        work = stream.submit(start, made_on, self._awaited)
+        self._last_event = work.end
+        self._unreduced.append((work, gradients))
         self.held_bytes.append(part.num_bytes * self._reduce.reduce_memory_factor)
 
     def _sums(self) -> Tensor:
-        """The memory for this rank's sums; allocated for the first part."""
+        """The memory for this rank's sums, allocated for the first part.
+
+        On the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
+        only later reductions allocate, and those come after the optimizer. The computing stream may be far
+        ahead of an optimizer that runs on a stream of its own.
+        """
         if self.output is None:
-            self.output = self._allocate()
+            self.output = buffer_for(self._layout, self._reduce.device, is_filled=self._is_filled)
         return self.output
 
     def _start_alike(self, start: Callable[[], Finish], agree: Agree, indices: Sequence[int]) -> Finish:
@@ -139,7 +135,7 @@ class Reduction:
 
     def release_part(self) -> None:
         """Wait for the oldest part that was not waited for, and drop its gradients."""
-        self._works[-len(self._unreduced)].wait()
+        self._unreduced[0][0].wait()
         self._unreduced.popleft()
         self.held_bytes.popleft()
 
@@ -166,26 +162,25 @@ class Reduction:
         stage, sums = self._stage, self.output
         assert stage is not None
         assert sums is not None
-        if stage.computes or stage.layout is not self._layout or self.arrives_on_host:
-            for work in self._works:
-                self._streams.all_reduce.wait_for(self._streams.reduce_scatter, work)
+        if stage.summed is not None or stage.layout is not self._layout or self.arrives_on_host:
+            if self._streams.are_device_streams:
+                self._streams.all_reduce.wait_for_compute(self._last_event)
+            else:
+                self.release_parts()
             start = partial(self._start_stage, stage, sums)
             self._stage_work = self._streams.all_reduce.submit(start, self._made_on)
             self._stage_work.awaited = self._awaited  # not given to submit, which counts reductions
 
     def _start_stage(self, stage: SecondStage, sums: Tensor) -> Finish:
-        parts = self._segments_with_gradients(stage, sums)
+        parts = self._summed_segments(stage, sums)
         if stage.earlier is not None:
-            earlier = self._segments_with_gradients(stage, stage.earlier)
+            earlier = self._summed_segments(stage, stage.earlier)
             for part, before in zip(parts, earlier, strict=True):
                 part.add_(before)
-        wait: Finish | None = None
-        if stage.all_reduce is not None:
-            wait = stage.all_reduce(parts, not self._streams.are_device_streams)
+        wait = nothing if stage.all_reduce is None else stage.all_reduce(parts)
 
         def finish() -> None:
-            if wait is not None:
-                wait()
+            wait()
             if stage.agree is not None:
                 stage.agree(sums, range(len(self._layout.slots)))
             if stage.hook is not None:
@@ -195,14 +190,13 @@ class Reduction:
 
         return finish
 
-    def _segments_with_gradients(self, stage: SecondStage, buffer: Tensor) -> list[Tensor]:
+    def _summed_segments(self, stage: SecondStage, buffer: Tensor) -> list[Tensor]:
         """The segments that may hold gradients, typed."""
+        summed = stage.summed or frozenset()
         return [
             typed_range(buffer, segment.start, segment.end, segment.dtype)
             for segment in self._layout.segments
-            if segment.end > segment.start
-            and isinstance(segment.dtype, torch.dtype)
-            and not stage.summed.isdisjoint(segment.slots)
+            if segment.end > segment.start and not summed.isdisjoint(segment.slots)
         ]
 
     def _move(self, stage: SecondStage, source: Tensor) -> None:
@@ -254,7 +248,7 @@ class Reduction:
     @property
     def gradients(self) -> list[Tensor]:
         """The unsharded gradients that have not been dropped yet."""
-        return [gradient for part in self._unreduced for gradient in part if gradient is not None]
+        return [gradient for _, part in self._unreduced for gradient in part if gradient is not None]
 
     @property
     def buffers(self) -> list[Tensor]:

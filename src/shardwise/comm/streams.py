@@ -18,13 +18,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.layout.slots import Layout
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import autograd, c10d
+from shardwise.torch_compat import autograd
 
 Finish = Callable[[], Any]
 StartWork = Callable[[], Finish]
@@ -56,13 +56,17 @@ def waiting_for(works: Sequence[Any]) -> Finish:
     """The ``finish`` of ``works``, handles of a process group or None."""
     if len(works) == 1:
         return nothing if works[0] is None else works[0].wait  # type: ignore[no-any-return]
-    under_way = [work for work in works if work is not None]
+    return WaitThen(all_of([work.wait for work in works if work is not None]))
 
-    def wait() -> None:
-        for work in under_way:
-            work.wait()
 
-    return WaitThen(wait)
+def all_of(finishes: Sequence[Finish]) -> Finish:
+    """One that calls all of them."""
+
+    def finish() -> None:
+        for each in finishes:
+            each()
+
+    return finish
 
 
 def in_two_steps(finish: Finish) -> tuple[Finish, Finish] | None:
@@ -80,15 +84,8 @@ class CommWork:
     While the host waits in either, the monitor of ``awaited`` knows for what (see ``ranks``).
     """
 
-    def __init__(
-        self,
-        complete: Finish,
-        synchronize: Finish | None = None,
-        end: Any = None,
-        awaited: Wait | None = None,
-    ) -> None:
+    def __init__(self, complete: Finish, end: Any = None, awaited: Wait | None = None) -> None:
         self._complete: Finish | None = complete
-        self._synchronize = synchronize
         self.end = end
         """The event behind it, on a device."""
         self.awaited = awaited
@@ -110,31 +107,16 @@ class CommWork:
         try:
             complete()
         except RuntimeError as error:
-            _raise_explained(error, awaited)
+            monitor.raise_explained(error, awaited)
         finally:
             monitor.waiting = around
 
     def synchronize(self) -> None:
         """Block the host until the result is in place in host memory."""
         self.wait()
-        if self._synchronize is not None:
-            self._complete = self._synchronize
+        if self.end is not None:
+            self._complete = self.end.synchronize
             self.wait()
-
-
-def _raise_explained(error: RuntimeError, awaited: Wait) -> NoReturn:
-    """Raise the failure behind ``error`` if communication failed, or ``error`` itself."""
-    if not c10d.is_communication_error(error):
-        raise error
-    raise awaited.monitor.explained(error, awaited.event, awaited.name, awaited.axes()) from error
-
-
-def _refuse_to_start(error: BaseException, awaited: Wait) -> NoReturn:
-    """Raise ``error``, or the failure behind it: work for which ``awaited`` was to wait has not begun."""
-    awaited.monitor.issuing = None
-    if isinstance(error, RuntimeError):
-        _raise_explained(error, awaited)
-    raise error
 
 
 _V = TypeVar("_V")
@@ -150,14 +132,23 @@ class Scratch:
         self.num_bytes = whole.numel()
         self.views: dict[Hashable, Any] = {}
 
-    def view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
-        """The result of ``make`` on the bytes, cached under ``key`` in ``views``."""
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) == self._MOST_VIEWS:
-                self.views.clear()
-            found = self.views[key] = make(self.bytes)
-        return found
+    def make_view(self, key: Hashable, make: Callable[[torch.Tensor], _V]) -> _V:
+        """The result of ``make`` on the bytes, kept under ``key`` in ``views``."""
+        if len(self.views) == self._MOST_VIEWS:
+            self.views.clear()
+        made = self.views[key] = make(self.bytes)
+        return made
+
+
+class BufferPool:
+    """Gives out buffers of bytes: here new ones, from memory of the current stream."""
+
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """A buffer of at least ``num_bytes``, with undefined contents, to hold numbers of ``dtype``."""
+        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+    def release(self, scratch: Scratch) -> None:
+        """Take the buffer back: everything issued with it has been waited for."""
 
 
 _NO_CONTEXT = nullcontext()
@@ -169,7 +160,65 @@ KEPT_STAGING_BYTES = 1 << 20
 transfer takes longer."""
 
 
-class HostStream:
+class CommStream(BufferPool):
+    """Where communication is submitted. Methods that only a device needs do nothing here."""
+
+    _stream: Any = None  # of a device
+    _host_copies: "HostCopies | None" = None
+    last_event: Any = None
+    """On a device, at the end of what was submitted last."""
+
+    def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
+        """Issue the work.
+
+        On a device, ``wait`` of the result makes the computing stream and ``users`` wait for it; on the host,
+        it finishes the work.
+        """
+        if awaited is not None:
+            awaited.monitor.issuing = awaited  # a back end may block: while it connects, or until all come
+        try:
+            if self._stream is None:
+                complete, end = start(), None
+            else:
+                with self._stream:
+                    start()()
+                    self.last_event = end = self._stream.record_event()
+                complete = partial(self._let_compute_wait, end, users)
+        except BaseException as error:
+            if awaited is not None:
+                awaited.monitor.issuing = None
+                if isinstance(error, RuntimeError):
+                    awaited.monitor.raise_explained(error, awaited)
+            raise
+        if awaited is not None:
+            awaited.monitor.issue(awaited)
+        if self._host_copies is not None:
+            self._host_copies.were_used(end)
+        return CommWork(complete, end, awaited)
+
+    def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
+        """Order everything submitted later behind ``event``, or behind all work of the computing stream and
+        of ``users``. On the host it is done when the call returns."""
+
+    def wait_for_optimizer(self, event: Any = None) -> None:
+        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+
+    def copy_in(self, copy: Callable[[], _V]) -> _V:
+        """The result of ``copy``, which reads memory of the host, for the work that is being submitted."""
+        return copy()
+
+    def wait_until_host_was_read(self) -> None:
+        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+
+    def allocation_scope(self) -> AbstractContextManager[Any]:
+        """The context in which this stream's buffers are allocated and freed."""
+        return _NO_CONTEXT
+
+
+class HostStream(CommStream):
     """Work of the back end's own threads. Only waiting orders it.
 
     Keeps a few scratch buffers for the next use: memory fresh from the system costs more in page
@@ -189,7 +238,7 @@ class HostStream:
         self._largest_kept_bytes = max([KEPT_STAGING_BYTES, *sizes])
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of at least ``num_bytes``, with undefined contents."""
+        """The smallest buffer that is kept and large enough, or a new one."""
         for index, scratch in enumerate(self._kept):
             if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
                 del self._kept[index]
@@ -198,47 +247,13 @@ class HostStream:
             return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def release(self, scratch: Scratch) -> None:
-        """Return the buffer: everything issued with it has been waited for."""
+        """Keep the buffer, unless there are enough."""
         if scratch.num_bytes <= self._largest_kept_bytes:
             has_others = bool(self._kept)
             self._kept.append(scratch)
             if has_others:
                 self._kept.sort(key=_size)
                 del self._kept[: -self._MOST_KEPT]
-
-    def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
-        """Issue the work now; its ``wait`` finishes it."""
-        if awaited is None:
-            return CommWork(start())
-        monitor = awaited.monitor
-        monitor.issuing = awaited  # a back end may block: while it connects, or until all ranks have come
-        try:
-            finish = start()
-        except BaseException as error:
-            _refuse_to_start(error, awaited)
-        monitor.issue(awaited)
-        return CommWork(finish, awaited=awaited)
-
-    def wait_for(self, other: "CommStream", work: CommWork) -> None:
-        """Have work submitted from now on begin after ``work``: on the host, wait for it."""
-        work.wait()
-
-    def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
-        """Nothing to do: computation on the host is done when the call returns."""
-
-    def wait_for_optimizer(self, event: Any = None) -> None:
-        """Nothing to do: the optimizer has finished by now."""
-
-    def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """The result of ``copy``, which reads memory of the host."""
-        return copy()
-
-    def wait_until_host_was_read(self) -> None:
-        """Nothing to do: a copy is done when the call returns."""
-
-    def allocation_scope(self) -> AbstractContextManager[Any]:
-        """The context in which this stream's buffers are allocated and freed."""
-        return _NO_CONTEXT
 
 
 class HostCopies:
@@ -296,64 +311,34 @@ class HostCopies:
             self._kept.clear()
 
 
-class DeviceStream:
-    """Work on a stream of its own."""
+class DeviceStream(CommStream):
+    """Work on a stream of its own, in memory that torch caches: only this stream gets again what it frees."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._current = partial(_own(device, "current_stream", torch.accelerator), device)
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
-        self._host_copies: HostCopies | None = None  # made when there are any
-        self.last_event: Any = None
-        """At the end of what was submitted last."""
 
-    def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
-        """Queue the work on the stream; its ``wait`` makes the computing stream and ``users`` wait for it."""
-        if awaited is not None:
-            awaited.monitor.issuing = awaited
-        try:
-            with self._stream:
-                start()()
-                self.last_event = done = self._stream.record_event()
-        except BaseException as error:
-            if awaited is None:
-                raise
-            _refuse_to_start(error, awaited)
-        if awaited is not None:
-            awaited.monitor.issue(awaited)
-        if self._host_copies is not None:
-            self._host_copies.were_used(done)
-        return CommWork(partial(self._let_compute_wait, done, users), done.synchronize, done, awaited)
-
-    def _let_compute_wait(self, done: Any, users: Sequence[Any]) -> None:
+    def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
         current = self._current()
-        current.wait_event(done)
+        current.wait_event(end)
         for user in users:
             if user != current:
-                user.wait_event(done)
+                user.wait_event(end)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """The result of ``copy``, which reads memory of the host, for the work that is being submitted.
-
-        It is made on a stream of its own, and belongs to the memory of that; see ``HostCopies``.
-        """
+        """On a stream of its own, to whose memory the result belongs: see ``HostCopies``."""
         if self._host_copies is None:
             self._host_copies = HostCopies(self._make_stream(), self._stream)
         return self._host_copies.run(copy)
 
     def wait_until_host_was_read(self) -> None:
-        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+        """By the event behind the last copy."""
         if self._host_copies is not None:
             self._host_copies.synchronize()
 
-    def wait_for(self, other: "CommStream", work: CommWork) -> None:
-        """Order everything submitted later behind everything that ``other`` was given."""
-        assert isinstance(other, DeviceStream)
-        self._stream.wait_stream(other._stream)
-
     def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
-        """Order everything submitted later behind ``event``, or behind all work of the computing stream and
-        of ``users``."""
+        """Queue the waits on this stream."""
         if event is not None:
             self._stream.wait_event(event)
             return
@@ -364,24 +349,14 @@ class DeviceStream:
                 self._stream.wait_stream(user)
 
     def wait_for_optimizer(self, event: Any = None) -> None:
-        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+        """Queue them on the copying stream as well."""
         self.wait_for_compute(event)
         if self._host_copies is not None:
             self._host_copies.wait_for_user()
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
-        """The context in which this stream's buffers are allocated and freed."""
+        """This stream is current."""
         return self._stream
-
-    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer with undefined contents, from the stream's own memory, which torch caches."""
-        return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-
-    def release(self, scratch: Scratch) -> None:
-        """Nothing to do: only this stream allocates again what it frees, in order."""
-
-
-CommStream = HostStream | DeviceStream
 
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
@@ -445,15 +420,11 @@ class CommStreams:
         self._device = device
         self.are_device_streams = has_streams(device)
         """Whether work may be queued behind other work without the host waiting for it."""
-        if not self.are_device_streams:
-            self.all_gather: CommStream = HostStream()
-            self.reduce_scatter: CommStream = HostStream()
-            self.all_reduce: CommStream = HostStream()
-        else:
-            # The computation waits for all-gathers next, so they go before its own kernels.
-            self.all_gather = DeviceStream(device, priority=-1)
-            self.reduce_scatter = DeviceStream(device, priority=-1)
-            self.all_reduce = DeviceStream(device, priority=-1)
+        # The computation waits for all-gathers next, so they go before its own kernels.
+        make = partial(DeviceStream, device, priority=-1) if self.are_device_streams else HostStream
+        self.all_gather: CommStream = make()
+        self.reduce_scatter: CommStream = make()
+        self.all_reduce: CommStream = make()
         self.are_labelled = False
         """Whether what is submitted is named in profiler ranges: set by each pass, if a profiler records."""
         self._number_of_current = autograd.number_of_stream(device) or partial(current_stream, device)

@@ -64,15 +64,14 @@ def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> in
 def _joined(timeout_s: float) -> Iterator[Job]:
     """The job of the process group that is there, of torchrun, or of a process alone."""
     if dist.is_initialized():
-        store = dist.PrefixStore("shardwise/doctor", c10d.job_store())
-        yield Job(dist.get_rank(), dist.get_world_size(), store, timeout_s)
+        yield Job(dist.get_rank(), dist.get_world_size(), c10d.job_store(), timeout_s)
         return
     base: dist.Store
     if "RANK" in os.environ:
         base, rank, world = _rendezvous(timeout_s)
     else:
         base, rank, world = dist.HashStore(), 0, 1
-    job = Job(rank, world, dist.PrefixStore("shardwise/doctor", base), timeout_s)
+    job = Job(rank, world, base, timeout_s)
     yield job
     if dist.is_initialized() and not job.has_hung:
         dist.destroy_process_group()

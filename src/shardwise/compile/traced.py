@@ -192,7 +192,7 @@ def _about_gradients(group: ParameterGroup) -> str:
             "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
             "synchronisation on: reduced gradients add up to the same"
         )
-    if not group.settings.requires_all_reduce and group.replicates:
+    if not group.settings.requires_all_reduce and group.shards.are_replicated:
         return (
             "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
             "the gradients add up to the same"
@@ -225,7 +225,7 @@ def _about_bucket(bucket: Bucket) -> str:
     if type(bucket) is not Bucket:
         return "its parameters say themselves what is all-gathered of them, outside of graphs. Use plain ones"
     quantized = bucket.policy.quantized_all_gather
-    own = (options.make_all_gather, options.make_reduce_scatter, options.reducer, quantized)
+    own = (options.make_all_gather, options.make_reduce_scatter, options.make_all_reduce, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "

@@ -1,6 +1,5 @@
 """Whether the clocks of all ranks agree: logs and traces of several machines are compared by time."""
 
-import json
 import time
 
 from shardwise.doctor.findings import Finding, ok, wrong
@@ -41,11 +40,11 @@ def _offset(job: Job, around: Surroundings, rank: int) -> float | None:
         ask, answer = job.new_key(), job.new_key()
         if job.rank == rank:
             sent, started = around.clock(), time.monotonic()
-            job.store.set(ask, "")
-            theirs = json.loads(job.wait_for(answer))
+            job.board.post(ask, True)
+            theirs = job.wait_for(answer)
             took = time.monotonic() - started
             best = min(best, (took, sent + took / 2 - theirs))
         elif job.rank == 0:
             job.wait_for(ask)
-            job.store.set(answer, json.dumps(around.clock()))
+            job.board.post(answer, around.clock())
     return best[1] if job.rank == rank else None

@@ -4,8 +4,9 @@ import os
 
 import torch
 
-from shardwise.doctor.findings import Finding, listed, ok, slow, wrong
-from shardwise.doctor.job import CannotGoOn, Job, Surroundings, by_value
+from shardwise.doctor.findings import Finding, ok, slow, wrong
+from shardwise.doctor.job import CannotGoOn, Job, Surroundings
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _LEAST_FREE = 0.9
 """The share of a device's memory that has to be free before training."""
@@ -16,7 +17,8 @@ def check_devices(job: Job, around: Surroundings, wanted: str | None) -> list[Fi
     device = own_device(wanted)
     kinds = job.gather(device.type)
     if kinds is not None and len(set(kinds)) > 1:
-        sides = ", ".join(f"{kind} on {listed(ranks)}" for kind, ranks in by_value(enumerate(kinds)).items())
+        ranks_of = ranks_by_value(enumerate(kinds))
+        sides = ", ".join(f"{kind} on {listed_ranks(ranks)}" for kind, ranks in ranks_of.items())
         raise CannotGoOn(
             f"the type is {sides}. Look at the driver and the build of torch where there is none."
         )
@@ -75,12 +77,10 @@ def judge_devices(facts: list[dict]) -> list[Finding]:  # type: ignore[type-arg]
         if each["unreachable"]:
             text = f"that of rank {rank} cannot access devices {each['unreachable']} of its machine directly"
             found.append(slow("devices", f"{text}. Copies between them pass through the host."))
-    for ranks in by_value((rank, each["uuid"]) for rank, each in enumerate(facts)).values():
+    for ranks in ranks_by_value((rank, each["uuid"]) for rank, each in enumerate(facts)).values():
         if len(ranks) > 1:
-            place = facts[ranks[0]]["place"]
-            found.append(
-                wrong("devices", f"{listed(ranks)} use the same one ({place}). Start one process for each.")
-            )
+            text = f"{listed_ranks(ranks)} use the same one ({facts[ranks[0]]['place']})"
+            found.append(wrong("devices", f"{text}. Start one process for each."))
     names = {each["name"] for each in facts}
     if len(names) > 1:
         found.append(slow("devices", f"{', '.join(sorted(names))}: all wait for the slowest."))

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.doctor.findings import Finding, listed, ok, wrong
-from shardwise.doctor.job import Job, Surroundings, by_value
+from shardwise.doctor.findings import Finding, ok, wrong
+from shardwise.doctor.job import Job, Surroundings
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "SHARDWISE_", "OMP_", "MKL_", "PYTORCH_", "UCX_", "FI_")
 _OF_ONE_HOST = ("_IFNAME", "_HCA", "_FILE", "_DEVICES", "_RANK", "_HOST", "_DIR")
@@ -42,8 +43,8 @@ def differences(subject: str, facts: Sequence[Mapping[str, str]], advice: str) -
     """A finding for each name whose value is not the same on all ranks."""
     found = []
     for name in dict.fromkeys(name for each in facts for name in each):
-        values = by_value((rank, each.get(name, "nothing")) for rank, each in enumerate(facts))
+        values = ranks_by_value((rank, each.get(name, "nothing")) for rank, each in enumerate(facts))
         if len(values) > 1:
-            sides = ", ".join(f"{value} on {listed(ranks)}" for value, ranks in values.items())
+            sides = ", ".join(f"{value} on {listed_ranks(ranks)}" for value, ranks in values.items())
             found.append(wrong(subject, f"{name} is {sides}. {advice}"))
     return found

@@ -8,10 +8,11 @@ from pathlib import Path
 from shardwise.doctor.clocks import check_clocks
 from shardwise.doctor.devices import check_devices
 from shardwise.doctor.equality import check_environment, check_versions
-from shardwise.doctor.findings import Finding, listed, ok, wrong
+from shardwise.doctor.findings import Finding, ok, wrong
 from shardwise.doctor.folders import check_folder
-from shardwise.doctor.job import CannotGoOn, Hung, Job, NoAnswer, OtherRankFailed, Surroundings, by_value
+from shardwise.doctor.job import CannotGoOn, Hung, Job, NoAnswer, OtherRankFailed, Surroundings
 from shardwise.doctor.network import check_mesh
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 Check = Callable[[], list[Finding]]
 
@@ -50,7 +51,7 @@ def examine(job: Job, around: Surroundings, plan: ExaminationPlan) -> list[Findi
         error = _error_of(check, found, job)
         job.begin(f"errors {number}")
         failed = _causes(job, job.answers(error))
-        found += [wrong(subject, f"{listed(ranks)}: {text}") for text, ranks in failed.items()]
+        found += [wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in failed.items()]
         if job.share(bool(failed)):
             break
     return found
@@ -61,7 +62,7 @@ def _check_ranks(job: Job, around: Surroundings) -> list[Finding]:
     hosts = job.gather(around.host)
     if hosts is None:
         return []
-    counts = [len(ranks) for ranks in by_value(enumerate(hosts)).values()]
+    counts = [len(ranks) for ranks in ranks_by_value(enumerate(hosts)).values()]
     if len(counts) == 1:
         return [ok("ranks", f"{job.world} on one machine ({hosts[0]})")]
     each = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
@@ -92,4 +93,4 @@ def _causes(job: Job, errors: dict[int, dict[str, str]] | None) -> dict[str, lis
     silent = [rank for rank in range(job.world) if rank not in errors]
     causes += [(rank, f"no answer within {job.timeout_s:g} s. Has its process ended?") for rank in silent]
     consequences = [(rank, text) for rank, error in errors.items() for text in error.values()]
-    return by_value(causes or consequences)
+    return ranks_by_value(causes or consequences)

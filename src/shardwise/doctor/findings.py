@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shardwise.layout import fqns
 from shardwise.layout.text_tables import aligned
 
 
@@ -47,8 +46,3 @@ def table(findings: Sequence[Finding]) -> str:
     counts = {verdict: sum(each.verdict is verdict for each in findings) for verdict in Verdict}
     summary = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     return "\n".join([*lines, "", summary])
-
-
-def listed(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks by number, the first few of many."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {fqns.listed(map(str, ranks), most)}"

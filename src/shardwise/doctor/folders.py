@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.doctor.findings import Finding, listed, ok, wrong
-from shardwise.doctor.job import Job, by_value
+from shardwise.doctor.findings import Finding, ok, wrong
+from shardwise.doctor.job import Job
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _SHARE_OF_TIMEOUT = 6
 """So much of the timeout (10 s of it by default) a shared file system may take to show a new file."""
@@ -45,13 +46,14 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
             each.rmdir()
     if errors is None or facts is None:
         return []
-    failed = by_value((rank, error) for rank, error in enumerate(errors) if error)
+    failed = ranks_by_value((rank, error) for rank, error in enumerate(errors) if error)
     found = [
-        wrong(subject, f"{listed(ranks)} cannot save there: {error}.") for error, ranks in failed.items()
+        wrong(subject, f"{listed_ranks(ranks)} cannot save there: {error}.")
+        for error, ranks in failed.items()
     ]
     for rank, each in enumerate(facts):
         if each["unseen"]:
-            text = f"rank {rank} does not see what {listed(each['unseen'])} wrote: it is not shared"
+            text = f"rank {rank} does not see what {listed_ranks(each['unseen'])} wrote: it is not shared"
             found.append(wrong(subject, f"{text}. Mount one file system there on all machines."))
     free_gb = min(each["free"] for each in facts) / 1e9
     return found or [ok(subject, f"shared by all ranks; write, fsync and rename work; {free_gb:.0f} GB free")]

@@ -1,24 +1,26 @@
 """The ranks of the job, as a check meets them: what is around each, and how they tell rank 0.
 
-Facts go through the store of the job, which works where collectives do not. A rank whose check fails says so
+Facts are left on the board of the job, which works where collectives do not. A rank whose check fails says so
 there, so that the others do not wait for it.
 
-    run/1/check 3/1/2       what rank 2 told in the first exchange of a check
-    run/1/check 3/failed    a rank has failed in it
+    shardwise/doctor/1/check 3/1/2       what rank 2 told in the first exchange of a check
+    shardwise/doctor/1/check 3/failed    a rank has failed in it
 """
 
-import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from shardwise.ranks.board import Board
 
 T = TypeVar("T")
 
@@ -71,20 +73,21 @@ class Job:
     store: dist.Store
     timeout_s: float = 60.0
     has_hung: bool = field(default=False, init=False)
-    _run: int = field(init=False)
+    board: Board = field(init=False)
     _scope: str = field(default="", init=False)
     _num_exchanges: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._run = self.store.add(f"runs/{self.rank}", 1)  # earlier ones have left their facts behind
+        run = self.store.add(f"shardwise/doctor/runs/{self.rank}", 1)  # earlier ones have left their facts
+        self.board = Board(self.store, f"shardwise/doctor/{run}")
 
     def begin(self, scope: str) -> None:
         """Give what follows keys of its own, so that a rank that has failed before meets the others."""
-        self._scope, self._num_exchanges = f"run/{self._run}/{scope}", 0
+        self._scope, self._num_exchanges = scope, 0
 
     def fail(self) -> None:
         """Tell the others that this rank leaves the scope early."""
-        self.store.set(f"{self._scope}/failed", "")
+        self.board.post(f"{self._scope}/failed", True)
 
     # --- exchanges ----------------------------------------------------------------------------------
 
@@ -105,38 +108,30 @@ class Job:
     def answers(self, own: Any) -> dict[int, Any] | None:
         """As ``gather``, by rank, without those that have told nothing in time."""
         key = self.new_key()
-        self.store.set(f"{key}/{self.rank}", json.dumps(own))
+        self.board.post(f"{key}/{self.rank}", own)
         if self.rank:
             return None
-        awaited = list(range(self.world))
-
-        def all_have_told() -> bool:
-            nonlocal awaited
-            awaited = [rank for rank in awaited if not self.store.check([f"{key}/{rank}"])]
-            return not awaited
-
-        self._until(all_have_told, self.timeout_s, lambda: time.sleep(0.01))
-        told = (rank for rank in range(self.world) if rank not in awaited)
-        return {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in told}
+        found: dict[int, Any] = {}
+        check = self._check_within(self.timeout_s)
+        for rank in range(self.world):
+            with suppress(NoAnswer):
+                found[rank] = self.board.wait_for(f"{key}/{rank}", check)
+        return found
 
     def share(self, value: Any) -> Any:
         """The ``value`` of rank 0, on all ranks."""
         key = self.new_key()
         if self.rank == 0:
-            self.store.set(key, json.dumps(value))
-            return value
-        return json.loads(self.wait_for(key, 3 * self.timeout_s))  # it may wait for others, and twice
+            self.board.post(key, value)
+        return self.wait_for(key, 3 * self.timeout_s)  # rank 0 may wait for others, and twice
 
-    def wait_for(self, key: str, within_s: float | None = None) -> bytes:
-        """The value at ``key``, once a rank has set it: ``within_s``, by default the timeout.
+    def wait_for(self, key: str, within_s: float | None = None) -> Any:
+        """The fact at ``key``, once a rank has told it: ``within_s``, by default the timeout.
 
         Raises:
             NoAnswer: nobody has, in time.
         """
-        within_s = self.timeout_s if within_s is None else within_s
-        if not self._until(lambda: self.store.check([key]), within_s, lambda: time.sleep(0.001)):
-            raise NoAnswer(f"no answer within {within_s:g} s")
-        return self.store.get(key)
+        return self.board.wait_for(key, self._check_within(within_s or self.timeout_s))
 
     def new_key(self) -> str:
         """A key that all ranks have in common, and that nobody has used."""
@@ -160,33 +155,28 @@ class Job:
                 result.set_exception(error)
 
         threading.Thread(target=run, name=f"doctor: {what}", daemon=True).start()
+        check = self._check_within(self.timeout_s)
         try:
-            is_over = self._until(result.done, self.timeout_s, lambda: wait([result], timeout=0.2))
-        finally:
-            self.has_hung |= not result.done()
-        if not is_over:
+            while not wait([result], timeout=0.2).done:
+                check()
+        except NoAnswer:
             raise Hung(
                 f"{what} did not end within {self.timeout_s:g} s. Either a rank does not take part, or the "
                 "network does not connect these ranks: look at firewalls, and at the interface that "
                 "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names."
-            )
+            ) from None
+        finally:
+            self.has_hung |= not result.done()
         return result.result()
 
-    def _until(self, is_over: Callable[[], bool], within_s: float, pause: Callable[[], object]) -> bool:
-        """Wait until ``is_over``; False if it is not in time."""
-        deadline = time.monotonic() + within_s
-        while not is_over():
-            if self.store.check([f"{self._scope}/failed"]) and not is_over():
+    def _check_within(self, seconds: float) -> Callable[[], None]:
+        """What to call while this rank waits: it raises once the time is over, or a rank has failed."""
+        deadline = time.monotonic() + seconds
+
+        def check() -> None:
+            if self.board.read(f"{self._scope}/failed"):
                 raise OtherRankFailed
             if time.monotonic() > deadline:
-                return False
-            pause()
-        return True
+                raise NoAnswer(f"no answer within {seconds:g} s")
 
-
-def by_value(values: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """The ranks of each value, from values by rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values:
-        ranks.setdefault(value, []).append(rank)
-    return ranks
+        return check

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.doctor.devices import own_device
-from shardwise.doctor.findings import Finding, listed, ok, slow, wrong
+from shardwise.doctor.findings import Finding, ok, slow, wrong
 from shardwise.doctor.job import CannotGoOn, Job
+from shardwise.layout.fqns import listed_ranks
 from shardwise.torch_compat import c10d
 
 SIZES = (4 << 10, 1 << 20, 32 << 20)
@@ -77,7 +78,7 @@ def _mesh(job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str 
     if not dist.is_initialized():
         # Later than the job's own timeout, since NCCL's is the end of the process.
         later = timedelta(seconds=2 * job.timeout_s)
-        store = dist.PrefixStore("process_group", job.store)
+        store = dist.PrefixStore("shardwise/doctor/process_group", job.store)
         dist.init_process_group(store=store, rank=job.rank, world_size=job.world, timeout=later)
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
@@ -113,7 +114,7 @@ def judge(subject: str, facts: Sequence[dict[str, list]]) -> list[Finding]:  # t
     """The findings from the ``ranks``, ``seconds`` by size, and whether it ``is_right``, of each rank."""
     bad = [rank for rank, each in enumerate(facts) if not each["is_right"]]
     if bad:
-        text = f"{listed(bad)} received wrong numbers. Memory, driver or network are broken there"
+        text = f"{listed_ranks(bad)} received wrong numbers. Memory, driver or network are broken there"
         return [wrong(subject, f"{text}; train on other machines.")]
     largest = {tuple(each["ranks"]): each["seconds"][-1] for each in facts}
     median_s = sorted(largest.values())[(len(largest) - 1) // 2]
@@ -131,7 +132,7 @@ def judge(subject: str, facts: Sequence[dict[str, list]]) -> list[Finding]:  # t
         return [ok(subject, f"{world} ranks, {figures}")]
     advice = f"({figures}). Look at the links of their machines."
     return [
-        slow(subject, f"{listed(ranks)} take {times:.1f} times as long as most {advice}")
+        slow(subject, f"{listed_ranks(ranks)} take {times:.1f} times as long as most {advice}")
         for ranks, times in behind.items()
     ]
 

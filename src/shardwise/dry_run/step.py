@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.communicators import Communicator, SingleRank
-from shardwise.comm.gloo import GlooExchange
+from shardwise.comm.communicators import GlooExchange, unless_alone
 from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (
@@ -165,9 +163,7 @@ def _as_in_training() -> Iterator[None]:
 
 
 def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
-    def make(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        return SingleRank() if pg is None or pg.size() == 1 else GlooExchange(pg)
-
+    make = unless_alone(lambda pg, device: GlooExchange(pg))
     for group in groups:
         for bucket in group.buckets:
             bucket.communicate(make_all_gather=make, make_reduce_scatter=make)
@@ -250,7 +246,7 @@ class _Rehearsal:
                 self._log.set_kind([whole], UNSHARDED)
         for reduction in group.gradients.in_flight():
             self._log.set_kind(reduction.gradients, FULL_GRADIENTS)
-        self._log.set_kind((full.grad for full in group.unsharded.params), FULL_GRADIENTS)
+        self._log.set_kind((full.grad for full in group.unsharded.full_params), FULL_GRADIENTS)
         if event in ("forward", "backward"):
             self._log.mark(f"{event} {name}")
         else:

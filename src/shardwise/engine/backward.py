@@ -23,19 +23,22 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
 
-from shardwise.engine.calls import Call, Outcome
+from shardwise.engine.calls import Call
 from shardwise.engine.double_backward import CreatedNodes, Mark
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import DEFERRED, EMPTY, PENDING, REDUCING, UNSHARDED
+from shardwise.groups.states import DEFERRED, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd
 from shardwise.torch_compat.functorch import outside_transforms
+
+_synchronizes = attrgetter("settings.requires_gradient_sync")
 
 RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
 RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
@@ -87,15 +90,17 @@ class BackwardPass:
         self._root = root
         self.tasks: list[GraphTask] = []
         self.reduced: set[ParameterGroup] = set()
-        self._monitor = root.monitor or monitor_of_job()
 
     # --- graph tasks ------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded."""
         root = self._root
-        self._monitor.begin()
-        self._monitor.enter_backward()
+        if root.monitor is None:
+            root.monitor = monitor_of_job()
+        root.monitor.begin()
+        root.monitor.steps += 1
+        root.monitor.phase = "backward"
         if autograd.is_autograd_compiled():
             raise RuntimeError(
                 f"{root.name}: compiled autograd runs its backward and does not say when that ends, so that "
@@ -107,7 +112,8 @@ class BackwardPass:
             feature.backward_begins()
         if root.finalization.handle is not None:
             root.finalization.refuse_pending(root.name, "a backward")
-        root.ensure_ready()
+        if not root.lazy_init.is_complete:
+            root.ensure_ready()
         streams = root.lazy_init.streams
         streams.are_labelled = autograd.profiler_is_on()
         root.lazy_init.process_groups.connect()
@@ -157,7 +163,9 @@ class BackwardPass:
         """End the outermost backward: reduce what is left, and reshard."""
         root, held = self._root, self._root.unsharded_groups
         for group in root.groups:
-            self._settle(group)
+            state = group.gradients.state
+            if state is PENDING or state is DEFERRED or group.settings.ranks_may_differ:
+                self._settle(group)
         for group in self.reduced:
             group.gradients.were_reduced = True
         root.finish_reductions()
@@ -166,16 +174,17 @@ class BackwardPass:
         root.finalization.is_due = root.finalization.by_hand
         for feature in root.features:
             feature.backward_ended()
-        self._refuse_half()
-        for group in held:  # a forward may run a backward inside
-            if held.reason(group) is not CALLER and not root.calls.runs(group):
+        if autograd.keeps_graph() and autograd.backward_of_inputs_runs():
+            self._refuse_half()
+        for group, reason in list(held.reasons.items()):
+            if reason is not CALLER:
                 self._reshard(group)
-        is_inside = bool(root.calls.running)
+        is_inside = bool(root.calls.running)  # a forward may run a backward inside
         if not is_inside:
-            held.hide_kept()
-            held.is_mid_accumulation = not any(g.settings.requires_gradient_sync for g in root.groups)
+            held.end_pass()
+            held.is_mid_accumulation = not any(map(_synchronizes, root.groups))
         root.calls.first_entries.clear()
-        self._monitor.leave("forward" if is_inside else "")
+        root.monitor.phase = "forward" if is_inside else ""
 
     def _refuse_half(self) -> None:
         """Refuse the first half of a split backward where nobody would see the second.
@@ -187,13 +196,11 @@ class BackwardPass:
         do.
         """
         root = self._root
-        if not autograd.keeps_graph() or not autograd.backward_of_inputs_runs():
-            return
         if any(feature.computes_weights for feature in root.features):
             return
         if any(group.gradients.are_wanted for group in root.groups):
             raise RuntimeError(
-                f"{root.label}: a pipeline schedule computes the gradients of this stage's inputs apart "
+                f"'{root.name}': a pipeline schedule computes the gradients of this stage's inputs apart "
                 "from those of its weights, as zero-bubble schedules do. torch's PipelineStage would look "
                 "for the weights among the shards, which are in no graph, and leave .grad None. Build the "
                 "stage as shardwise.interop.PipelineStage, which takes the same arguments."
@@ -249,12 +256,12 @@ class BackwardPass:
             held.unshard_again(group)
         self.mark_in_use(group)
         for other in held.unsharded_with.get(group, ()):
-            held.unshard(other, held.reason(other) or IN_USE)
+            held.unshard(other, held.reasons.get(other) or IN_USE)
         if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             for ahead in prefetch.coming(group, chosen.backward_prefetch, order):
                 if ahead.settings.unshard_in_backward:  # as unshard_ahead, a frame shorter
                     ahead.unsharded.unshard_ahead()
-                    held.hold(ahead, AHEAD)
+                    held.reasons[ahead] = AHEAD
         if chosen.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
@@ -262,7 +269,7 @@ class BackwardPass:
         """Begin to unshard what comes next."""
         if group.settings.unshard_in_backward:
             group.unsharded.unshard_ahead()
-            self._root.unsharded_groups.hold(group, AHEAD)
+            self._root.unsharded_groups.reasons[group] = AHEAD
 
     def _unshard_around(self, group: ParameterGroup) -> None:
         if group.settings.unshard_in_backward:
@@ -277,14 +284,14 @@ class BackwardPass:
         Where groups are unsharded again, autograd detects this by the versions, and names no parameter.
         """
         held, unsharded = self._root.unsharded_groups, group.unsharded
-        reason = held.reason(group)
+        reason = held.reasons.get(group)
         if reason is FOR_BACKWARD or reason is FOR_EARLIER_BACKWARD:
             unsharded.refuse_changed_shards()
-            held.hold(group, IN_USE)
+            held.reasons[group] = IN_USE
         elif unsharded.state is UNSHARDED and unsharded.are_shards:
             unsharded.refuse_changed_shards()
         if reason is AHEAD:
-            held.hold(group, IN_USE)
+            held.reasons[group] = IN_USE
 
     def _leave_those_over(self, task: GraphTask, exit_clock: int, current: ParameterGroup) -> None:
         """Leave the groups whose calls are over, as backward has reached a call that exited at that clock."""
@@ -357,22 +364,16 @@ class BackwardPass:
     def _settle(self, group: ParameterGroup) -> None:
         """Reduce the gradients of ``group`` that are left, or defer them to a later backward or a call."""
         gradients, settings = group.gradients, group.settings
-        if gradients.state is EMPTY and not settings.ranks_may_differ:
-            return
         if not settings.requires_gradient_sync or self._root.joins_by_hand(group):
             if gradients.state is PENDING:
                 gradients.defer()
         elif (
             gradients.state is PENDING
             or gradients.have_sums_to_reduce
-            or (settings.ranks_may_differ and self._joins_anyway(group))
+            # It has none on this rank, but may have some on others.
+            or (settings.ranks_may_differ and gradients.are_wanted and group not in self.reduced)
         ):
             self.reduce(group)
-
-    def _joins_anyway(self, group: ParameterGroup) -> bool:
-        """True if ``group`` has no gradients on this rank, but other ranks may have some."""
-        state = group.gradients.state
-        return group.gradients.are_wanted and group not in self.reduced and state in (EMPTY, DEFERRED)
 
 
 # --- what autograd tells ------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def graph_task(root: Root) -> GraphTask:
 
 
 def gradient_arrived(root: Root, group: ParameterGroup) -> None:
-    """A gradient of ``group`` has arrived; it may be the first of a backward that nothing has announced."""
+    """A gradient of ``group`` has arrived, where it matters whether it comes from a nested backward."""
     graph_task(root)
     if len(root.backward.tasks) > 1:
         group.gradients.come_nested = True
@@ -412,22 +413,6 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
         root.backward.prefetch_after(group)
 
 
-class Recomputation:
-    """The calls of modules that run again inside of a graph task, for activation checkpointing."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._task = graph_task(root)
-
-    def enter(self, group: ParameterGroup, module: nn.Module) -> Call:
-        """``module`` is about to run again."""
-        return self._root.backward.enter_recomputation(self._task, group, module)  # type: ignore[no-any-return]
-
-    def exit(self, call: Call, outcome: Outcome) -> None:
-        """It has run."""
-        self._root.backward.exit_recomputation(self._task, call.group)
-
-
 # --- nodes that a backward creates --------------------------------------------------------------------
 
 
@@ -440,7 +425,11 @@ def created_nodes(root: Root) -> CreatedNodes:
 
 def _mark_created(root: Root) -> Mark:
     task, held = graph_task(root), root.unsharded_groups
-    groups = tuple(g for g in held if g.unsharded.state is UNSHARDED and held.reason(g) is not AHEAD)
+    groups = tuple(
+        group
+        for group, reason in held.reasons.items()
+        if group.unsharded.state is UNSHARDED and reason is not AHEAD
+    )
     if task.made is None or task.made.groups != groups:
         task.made = Mark(groups, task.made)
     return task.made

@@ -1,7 +1,8 @@
 """The calls of sharded modules that are running, and the clock that orders them."""
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 from types import FrameType
@@ -22,16 +23,11 @@ class Call:
     group: ParameterGroup
     module: nn.Module
     enter: int
-    parent: "Call | None"
+    parent: "Call | None"  # None: no sharded module called it
     exit: int = 0
-    input_nodes: dict[int, Any] = field(default_factory=dict)  # of the graph, by id, while it runs
+    input_nodes: Mapping[int, Any] | None = None  # of the graph, by id, while it runs
     frame: FrameType | None = None  # only of the outermost call; shows whether it still runs
     handled: BaseException | None = None  # the exception that was being handled when it was entered
-
-    @property
-    def is_outermost(self) -> bool:
-        """True if no sharded module called it."""
-        return self.parent is None
 
 
 class Outcome(Enum):
@@ -73,7 +69,7 @@ class CallStack:
         while self.running and self.running.pop() is not call:
             pass
         call.frame = call.handled = None
-        call.input_nodes = {}
+        call.input_nodes = None
 
     def innermost(self, module: nn.Module) -> Call | None:
         """The innermost running call of ``module``; None if there is none."""

@@ -14,7 +14,7 @@ the base.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.streams import is_captured
-from shardwise.engine.backward import Recomputation, graph_task
+from shardwise.engine.backward import graph_task
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Root
@@ -39,7 +40,6 @@ from shardwise.engine.unsharded_groups import (
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
-from shardwise.params.changes import is_not_none
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
 from shardwise.torch_compat.functorch import with_layers
@@ -55,28 +55,33 @@ class ForwardPass:
         self._entered: list[ParameterGroup] = []
         self._exited: list[ParameterGroup] = []
         self._has_run: dict[ParameterGroup, set[nn.Module]] = {}
-        self._monitor = root.monitor = monitor_of_job()
 
     def begin(self) -> None:
         """Check and prepare everything before the first group is unsharded. Collective."""
-        root, held = self._root, self._root.unsharded_groups
-        self._monitor.begin()
-        self._monitor.enter_forward()
+        root, held, is_ready = self._root, self._root.unsharded_groups, self._root.lazy_init.is_complete
+        if root.monitor is None:
+            root.monitor = monitor_of_job()
+        root.monitor.begin()
+        root.monitor.phase = "forward"
         if functorch.is_recorded():
             raise RuntimeError(
                 f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
                 "with the full parameters as constants. They are freed after forward, so that the program "
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
-        root.refuse_unfit()  # before ranks compare their plans, and that before they make process groups
-        root.plan_check.agree()
+        if not is_ready:
+            root.refuse_unfit()  # before ranks compare their plans, and that before they make process groups
+        if torch.is_grad_enabled() and not root.plan_check.is_agreed:
+            root.plan_check.agree()
         if root.finalization.handle is not None:
             root.finalization.refuse_pending(root.name, "a forward")
-        root.ensure_ready()
-        if captured := is_captured(root.device):
-            root.lazy_init.refuse_capture()
-        held.begin_captured(captured)
+        if not is_ready:
+            root.make_ready()
         streams = root.lazy_init.streams
+        if streams.are_device_streams:
+            if captured := is_captured(root.device):
+                root.lazy_init.refuse_capture()
+            held.begin_captured(captured)
         streams.are_labelled = autograd.profiler_is_on()
         if torch.is_grad_enabled():
             root.lazy_init.process_groups.connect()
@@ -85,35 +90,50 @@ class ForwardPass:
         if root.backward is not None:  # no backward is running now, even if one was never ended
             root.drop_passes()
         root.drop_cleared_gradients()
-        for group in root.groups:
-            if group.unsharded.state is UNSHARDING:  # unsharded and not used, perhaps on some ranks only
-                group.unsharded.wait()
+        if held.reasons:
+            self._wait_for_unused()
         for feature in root.features:
             feature.forward_begins()
-        for group in held:
+        if held.reasons:
+            self._drop_kept()
+        if root.ranks_run_alike:
+            held.is_mid_accumulation = False
+        held.awaits_backward = True
+        event, root.post_optim_event = root.post_optim_event, None
+        if streams.are_device_streams:
+            streams.wait_for_optimizer(event)
+        root.prefetch.forward_order.rewind()
+
+    def _wait_for_unused(self) -> None:
+        """Wait for what was unsharded and not used, perhaps on some ranks only."""
+        for group in self._root.unsharded_groups.reasons:
+            if group.unsharded.state is UNSHARDING:
+                group.unsharded.wait()
+
+    def _drop_kept(self) -> None:
+        """Reshard what earlier passes have kept and this one cannot use."""
+        root, held = self._root, self._root.unsharded_groups
+        for group, reason in list(held.reasons.items()):
             if group.unsharded.state is PARTLY:  # kept by an earlier forward, and not needed any more
                 held.reshard(group)
-            elif held.reason(group) is FOR_BACKWARD:  # the same, and stale in this one
-                held.hold(group, FOR_EARLIER_BACKWARD)
+            elif reason is FOR_BACKWARD:  # the same, and stale in this one
+                held.reasons[group] = FOR_EARLIER_BACKWARD
         if root.ranks_run_alike:
-            kept = [g for g in root.groups if held.reason(g) is not FOR_EARLIER_BACKWARD]
+            kept = [g for g in root.groups if held.reasons.get(g) is not FOR_EARLIER_BACKWARD]
             held.reshard_stale(kept, root.post_optim_event)
-        held.awaits_backward = True
-        streams.wait_for_optimizer(root.take_post_optim_event())
-        root.prefetch.forward_order.rewind()
 
     def enter(self, group: ParameterGroup, module: nn.Module) -> Call:
         """``module`` is about to run: have the parameters of its group unsharded."""
         root, held, prefetch = self._root, self._root.unsharded_groups, self._root.prefetch
         call = root.calls.open(group, module)
         if group not in held.accompanying:
-            for skipped in prefetch.skipped_by(group):
-                held.reshard(skipped)
+            if skipped := prefetch.forward_order.enter(group):
+                prefetch.reshard_skipped(skipped, group)
             self._entered.append(group)
         held.claim(group, IN_USE)  # and not held.unshard: the way to the all-gather is a frame shorter
         group.unsharded.unshard()
         for other in held.unsharded_with.get(group, ()):
-            held.unshard(other, held.reason(other) or IN_USE)
+            held.unshard(other, held.reasons.get(other) or IN_USE)
         for ahead in prefetch.coming(group, group.settings.forward_prefetch, prefetch.forward_order):
             held.claim(ahead, AHEAD)
             ahead.unsharded.unshard()
@@ -158,7 +178,7 @@ class ForwardPass:
             group.unsharded.keep_part()
         elif outcome is ANNOUNCED and group is self._root.last and self._keeps_last(group):
             group.unsharded.hide()
-            held.hold(group, FOR_BACKWARD)
+            held.reasons[group] = FOR_BACKWARD
         else:
             held.reshard(group)
         for other in held.unsharded_with.get(group, ()):
@@ -167,19 +187,15 @@ class ForwardPass:
     def _keeps_part(self, group: ParameterGroup) -> bool:
         """True if a few ranks can keep ``group`` together, as ``reshard_after_forward=n`` asks for."""
         is_here = group.unsharded.state is UNSHARDED
-        return is_here and self._root.unsharded_groups.reason(group) is not CALLER
+        return is_here and self._root.unsharded_groups.reasons.get(group) is not CALLER
 
     def _keeps_last(self, group: ParameterGroup) -> bool:
         """True if the caller has left it to us to keep the last group. If it were resharded, it would be
         unsharded again at once.
-
-        Nothing is kept if the caller chooses what backward prefetches: all ranks unshard that, even if
-        gradients flow differently in them.
         """
         return (
             group.settings.reshard_after_forward is None
             and group.settings.unshard_in_backward
-            and all(each.settings.backward_prefetch is None for each in self._root.groups)
             and self._root.ranks_run_alike
             and not group.unsharded.changed_in_place()
         )
@@ -187,47 +203,43 @@ class ForwardPass:
     def end(self, outcome: Outcome) -> None:
         """The outermost module has run: record the order, and reshard what no backward will use."""
         root, held = self._root, self._root.unsharded_groups
-        self._monitor.leave()
+        root.monitor.phase = ""
         if outcome is not FAILED:
-            root.prefetch.forward_order.plan(self._entered)
+            root.prefetch.forward_order.planned = self._entered
         for feature in root.features:
             feature.forward_ended(outcome)
         if torch.is_grad_enabled():
-            root.prefetch.backward_order.plan(self._exited[::-1])
-        if outcome in (ANNOUNCED, UNANNOUNCED) and torch.is_grad_enabled():
-            unneeded = held.held_for(AHEAD)
+            root.prefetch.backward_order.planned = self._exited[::-1]
+        if torch.is_grad_enabled() and (outcome is ANNOUNCED or outcome is UNANNOUNCED):
             if self._has_run:
-                unneeded += self._partly_run()
+                self._reshard_partly_run()
+            held.end_pass(AHEAD)
         else:
-            # No backward will come, so no group need be kept for it.
-            unneeded = [g for g in held if held.reason(g) not in (CALLER, FOR_EARLIER_BACKWARD)]
-        for group in unneeded:
-            held.reshard(group)
-        held.hide_kept()
+            held.end_pass(AHEAD, IN_USE, FOR_BACKWARD)  # no backward will come, for which to keep them
         if outcome is FAILED:
             held.awaits_backward = False
         if root.lazy_init.streams.are_device_streams:
             root.let_host_write()
 
-    def _partly_run(self) -> list[ParameterGroup]:
-        """Groups of several modules, of which only some have run, that are to be resharded after forward."""
-        return [
-            group
-            for group, modules in self._has_run.items()
-            if len(modules) < len(group.modules) and group.settings.reshard_after_forward
-        ]
+    def _reshard_partly_run(self) -> None:
+        """Reshard groups of several modules, of which only some have run."""
+        for group, modules in self._has_run.items():
+            if len(modules) < len(group.modules) and group.settings.reshard_after_forward:
+                self._root.unsharded_groups.reshard(group)
 
 
-def _pass_of_call(root: Root) -> "ForwardPass | Recomputation":
-    """The pass in which a module of ``root`` is called: begins a forward, if none is running."""
+def _pass_of_call(root: Root) -> Callable[[ParameterGroup, nn.Module], Call]:
+    """What enters a module of ``root`` that is called now: a forward, begun here if none is running, or a
+    backward that recomputes it."""
     if autograd.current_graph_task_id() != -1:
-        return Recomputation(root)
+        task = graph_task(root)
+        return partial(root.backward.enter_recomputation, task)
     root.calls.drop_interrupted()
     if not root.calls.running:
         forward = ForwardPass(root)
         forward.begin()
         root.forward = forward
-    return root.forward  # type: ignore[no-any-return]
+    return root.forward.enter  # type: ignore[no-any-return]
 
 
 # --- the hooks of modules -----------------------------------------------------------------------------
@@ -247,9 +259,9 @@ def before_forward(
     group, root = module_state.group, module_state.root
     if functorch.is_in_transform():
         with functorch.without_transforms():
-            call = _pass_of_call(root).enter(group, module)
+            call = _pass_of_call(root)(group, module)
     else:
-        call = _pass_of_call(root).enter(group, module)
+        call = _pass_of_call(root)(group, module)
     is_moved = call.parent is None and group.device.type != "cpu"
     if is_moved:
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to(group.device, non_blocking=True))
@@ -292,7 +304,7 @@ def _exit(root: Root, call: Call, outcome: Outcome) -> None:
     for feature in root.features:
         feature.call_ended(call)
     if autograd.current_graph_task_id() != -1:
-        Recomputation(root).exit(call, outcome)
+        root.backward.exit_recomputation(graph_task(root), call.group)
     else:
         root.forward.exit(call, outcome)
 
@@ -324,7 +336,7 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
         return output, NO_BACKWARD
     # Inputs once more: one that was changed in place has another node now.
     nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
-    for node in call.input_nodes:  # nodes of the inputs belong to earlier calls
+    for node in call.input_nodes or ():  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:
         announce = partial(_before_backward, module_state, call)
@@ -415,7 +427,7 @@ def _replace(output: Any, copies: dict[int, Tensor], name: str) -> Any:
         return replace_tensors(output, copies)
     except NotAContainer as error:
         raise TypeError(
-            f"{name}: forward returned one of its own parameters inside a {error}. The parameter's "
+            f"{name}: forward returned one of its own parameters somewhere inside a {error}. The parameter's "
             "memory is freed after forward, so a copy must be returned, but this library does not know "
             "how to put one there. Return parameter.clone()."
         ) from None

@@ -43,10 +43,18 @@ class LazyInit:
                 group.refuse_added(self.module_names())
             group.refuse_open_ties()
             group.refuse_partly_loaded()
+            settings = group.settings
+            for ahead in (*(settings.forward_prefetch or ()), *(settings.backward_prefetch or ())):
+                if ahead not in self._groups:
+                    raise RuntimeError(
+                        f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
+                        "sharded model, so that the two share no root. Call fully_shard on the module around "
+                        "both, or choose modules of this model."
+                    )
 
     def module_names(self) -> dict[nn.Module, str]:
         """All modules of the tree, and their names in it."""
-        modules = self._groups[0].modules if self._groups else ()
+        modules = self._groups[0].modules
         return {inner: name for module in modules for name, inner in module.named_modules()}
 
     def run(self) -> None:

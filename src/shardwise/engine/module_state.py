@@ -1,19 +1,19 @@
 """What a sharded module knows: its parameter group, and the root that drives it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shardwise.engine.backward import gradient_arrived, gradients_complete
+from shardwise.engine.backward import gradient_arrived, gradients_complete, graph_task
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import IN_USE
 from shardwise.groups.gradients import Listener
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.torch_compat import dynamo
+from shardwise.torch_compat import dynamo, nn_modules
 
 _ATTRIBUTE = "_shardwise_state"
 
@@ -48,9 +48,18 @@ def set_module_state(module: nn.Module, module_state: ModuleState) -> None:
     module.__dict__[_ATTRIBUTE] = module_state
 
 
-def has_module_state(module: nn.Module) -> bool:
-    """True if ``module`` itself was given to ``fully_shard``."""
-    return _ATTRIBUTE in module.__dict__
+def under_compile(module: nn.Module) -> nn.Module:
+    """The sharded module inside what ``torch.compile`` returned for it, or the uncompiled module.
+
+    A wrapper that ``torch.compile`` returned may be sharded itself; then it is the sharded module.
+    """
+    inner = nn_modules.children(module).get(nn_modules.WRAPPED)
+    return module if inner is None or _ATTRIBUTE in module.__dict__ else under_compile(inner)
+
+
+def is_sharded(module: Any) -> bool:
+    """True if ``module``, or the module that ``torch.compile`` wrapped in it, is sharded."""
+    return isinstance(module, nn.Module) and _ATTRIBUTE in under_compile(module).__dict__
 
 
 def sharded_module_states(module: nn.Module) -> list[ModuleState]:
@@ -83,13 +92,17 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
     group.plan_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
+    # The first may be that of a backward that nothing has announced.
+    arrived: Callable[[], Any] = partial(graph_task, root)
+    if group.policy.backward_prefetch == "after":
+        arrived = partial(gradient_arrived, root, group)
     group.gradients.listener = Listener(
-        arrived=partial(gradient_arrived, root, group),
+        arrived=arrived,
         part_complete=partial(_send_ready, root, group),
         complete=partial(gradients_complete, root, group),
     )
     if group.unsharded.state is not SHARDED:
-        root.unsharded_groups.hold(group, other.unsharded_groups.reason(group) or IN_USE)
+        root.unsharded_groups.reasons[group] = other.unsharded_groups.reasons.get(group, IN_USE)
 
 
 def _send_ready(root: Root, group: ParameterGroup) -> None:

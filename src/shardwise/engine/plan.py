@@ -89,8 +89,6 @@ def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, 
 
 def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
     settings = group.settings
-    options = [bucket.communication.options for bucket in group.buckets]
-    reducers = {type(each.reducer).__name__ for each in options if each.reducer}
     return {
         "mesh": f"{_mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
         **shared_settings(settings, with_those_of_microbatch=is_first),
@@ -98,7 +96,7 @@ def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
         "comm_policy": str(group.policy),
         "where shards are kept": ", ".join(sorted({b.storage.device.type for b in group.buckets})),
         "set_all_reduce_hook": str(settings.all_reduce_hook is not None),
-        "communication chosen by": ", ".join(sorted({*group.choices, *reducers})),
+        "communication chosen by": ", ".join(sorted(group.choices)),
         "set_modules_to_forward_prefetch": _names(settings.forward_prefetch),
         "set_modules_to_backward_prefetch": _names(settings.backward_prefetch),
         "ignored parameters": str(

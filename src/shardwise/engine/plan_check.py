@@ -17,47 +17,81 @@ from shardwise.layout.mesh import Axis, axes_of
 from shardwise.params.initial_values import refuse_unequal_initial_values
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
-from shardwise.ranks.comparison import Comparison, Facts, OwnDevice, Unequal, WrongDevice, digest_of
+from shardwise.ranks.comparison import Facts, OwnDevice, Unequal, compare, digest_of
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.replicas import are_fake
 from shardwise.torch_compat import autograd, c10d
 
 
-class _Agreement:
-    """The plan of one module tree that its ranks have last agreed on."""
+class PlanCheck:
+    """Compares the plan before the first forward with gradients, and whenever it has changed since.
 
-    def __init__(self, device: torch.device) -> None:
+    ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
+    """
+
+    def __init__(self, device: torch.device, groups: Sequence[ParameterGroup]) -> None:
         self._device = device
-        self._trained: dict[Param, bool] = {}
-        self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # by ranks
+        self._groups = groups
+        self.is_agreed = False
+        """Whether ranks have agreed on the current plan, as far as this rank knows it."""
+        self.has_compared = False
+        """Whether the initial values of the parameters were compared."""
+        self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # the last plan agreed on, by ranks
+        self._trained: dict[Param, bool] = {}  # as it was when all ranks looked
         self._axes: list[Axis] = []
         self._wait = Wait("comparison of plans", "", lambda: self._axes)
+        self._wait_for_values: Wait | None = None
 
-    def look(self, groups: Sequence[ParameterGroup]) -> None:
-        """Note which parameters are trained now.
+    def plan_changed(self) -> None:
+        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: have the next
+        forward with gradients compare the plan again, if it differs."""
+        self.is_agreed = False
 
-        Until the next call, ``run`` uses what was noted: all ranks have to look at the same point, and most
+    def changes_adopted(self) -> None:
+        """Compare the plan in a pass: a group has adopted changes of the caller, and not communicated yet.
+
+        Collective: all ranks get here at the same group, and look here at which parameters are trained. Most
         notice a change only when they unshard the group.
         """
-        self._trained = {
-            param: param.sharded.requires_grad for group in groups for param in group.shards.params
-        }
+        if self.is_agreed or not self.has_compared:
+            return
+        self._look()
+        if torch.is_grad_enabled() or autograd.is_in_backward():
+            self.agree()
 
-    def run(self, name: str, groups: Sequence[ParameterGroup]) -> None:
-        """Raise on all ranks if their plans for the model ``name`` differ.
+    def _look(self) -> None:
+        params = [param for group in self._groups for param in group.shards.params]
+        self._trained = {param: param.sharded.requires_grad for param in params}
 
-        Collective, if the plan has changed since the ranks agreed on it.
+    def compare_initial_values(self) -> None:
+        """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
+        params = [param for group in self._groups for param in group.shards.params]
+        axes = axes_of(param.sharded for param in params)
+        self._wait_for_values = Wait("comparison of initial values", self._groups[0].name, lambda: axes)
+        with monitor_of_job().collective(self._wait_for_values):
+            refuse_unequal_initial_values(params, self._device)
+        self.has_compared = True
+
+    def agree(self) -> None:
+        """Before a forward with gradients: check that all ranks have the same plan.
+
+        Collective, if the plan has changed since the ranks agreed on it. Not without gradients: replicas may
+        then run forwards that others do not, such as a dry run on one rank.
 
         Raises:
-            RuntimeError: with the first difference and the ranks on either side.
+            RuntimeError: they have not, on all ranks, with the first difference and the ranks on either side.
         """
+        groups = self._groups
         axes = [axis for group in groups for bucket in group.buckets for axis in bucket.mesh.axes()]
-        if not axes or are_fake(axes, self._device):
-            return
-        self._wait.name, self._axes = name, list({id(axis.pg): axis for axis in axes}.values())
+        if axes and not are_fake(axes, self._device):
+            self._wait.name, self._axes = groups[0].name, list({id(axis.pg): axis for axis in axes}.values())
+            self._agree(c10d.timeout_of(axes[0].pg, self._device))
+        self.is_agreed = True
+
+    def _agree(self, timeout: timedelta) -> None:
+        groups = self._groups
         if not self._trained:
-            self.look(groups)
-        timeout = c10d.timeout_of(axes[0].pg, self._device)
+            self._look()
         at_first = plan_of(groups, self._trained, is_first=True)
         loads = full_loads_of(groups)
         for ranks, facts in plan_of(groups, self._trained, is_first=False).items():
@@ -76,16 +110,11 @@ class _Agreement:
 
         def refuse_failed() -> None:
             if monitor.failure is not None:
-                raise monitor.explained(RuntimeError(), wait.event, wait.name, self._axes)
+                raise monitor.explained(RuntimeError(), wait)
 
-        comparison = Comparison(
-            c10d.job_store(), ranks, dist.get_rank(), timeout, refuse_failed, self._own_device()
-        )
         try:
-            with monitor.exchange(wait, ranks):
-                comparison.run(facts)
-        except WrongDevice as error:
-            raise RuntimeError(str(error)) from None
+            with monitor.collective(wait):
+                compare(facts, ranks, self._own_device(), timeout, refuse_failed)
         except Unequal as error:
             self._trained = {}  # look again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):
@@ -126,57 +155,3 @@ class _Agreement:
             f"the plan has changed since the ranks last agreed on it ({where}: {what} was "
             f"{before.get(changed[0], 'missing')} and is {facts.get(changed[0], 'missing')}{more})"
         )
-
-
-class PlanCheck:
-    """Compares the plan before the first forward with gradients, and whenever it has changed since.
-
-    ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
-    """
-
-    def __init__(self, device: torch.device, groups: Sequence[ParameterGroup]) -> None:
-        self._device = device
-        self._groups = groups
-        self._agreement = _Agreement(device)
-        self._is_agreed = False  # on the current plan, as far as this rank knows it
-        self.has_compared = False
-        """Whether the initial values of the parameters were compared."""
-        self._wait: Wait | None = None  # for that comparison
-
-    def plan_changed(self) -> None:
-        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: have the next
-        forward with gradients compare the plan again, if it differs."""
-        self._is_agreed = False
-
-    def agree(self) -> None:
-        """Before training: check that the ranks have the same plan.
-
-        Collective, unless they have agreed on it before. Does nothing without gradients: replicas may then
-        run forwards that others do not, such as a dry run on one rank.
-        """
-        if not self._is_agreed and torch.is_grad_enabled():
-            self._run()
-
-    def compare_initial_values(self) -> None:
-        """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
-        params = [param for group in self._groups for param in group.shards.params]
-        axes = axes_of(param.sharded for param in params)
-        self._wait = Wait("comparison of initial values", self._groups[0].name, lambda: axes)
-        with monitor_of_job().collective(self._wait):
-            refuse_unequal_initial_values(params, self._device)
-        self.has_compared = True
-
-    def changes_adopted(self) -> None:
-        """Compare the plan in a pass: a group has adopted changes of the caller, and not communicated yet.
-
-        Collective: all ranks get here at the same group.
-        """
-        if self._is_agreed or not self.has_compared:
-            return
-        self._agreement.look(self._groups)
-        if torch.is_grad_enabled() or autograd.is_in_backward():
-            self._run()
-
-    def _run(self) -> None:
-        self._agreement.run(self._groups[0].name, self._groups)
-        self._is_agreed = True

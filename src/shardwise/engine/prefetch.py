@@ -12,19 +12,10 @@ class Order:
 
     def __init__(self) -> None:
         self.planned: list[ParameterGroup] = []
+        """Empty until a pass has shown it. Set at the end of a pass; the next one begins with ``rewind``."""
         self.cursor = 0
         self.is_followed = False
         """Whether groups have come as planned so far."""
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether a pass before has shown what comes next."""
-        return bool(self.planned)
-
-    def plan(self, sequence: list[ParameterGroup]) -> None:
-        """Expect ``sequence`` next."""
-        self.planned = sequence
-        self.rewind()
 
     def rewind(self) -> None:
         """Expect the planned sequence again, from its beginning."""
@@ -65,23 +56,17 @@ class Order:
 class Prefetch:
     """Which groups are unsharded ahead: those that the caller has chosen, or the next in order."""
 
-    def __init__(self, held: UnshardedGroups, groups: Sequence[ParameterGroup]) -> None:
-        """``groups``: the root's own list, which changes when the tree does."""
+    def __init__(self, held: UnshardedGroups) -> None:
         self._held = held
-        self._groups = groups
         self.forward_order = Order()
         self.backward_order = Order()
 
-    def skipped_by(self, group: ParameterGroup) -> list[ParameterGroup]:
-        """Advance the forward order to ``group``.
-
-        Returns the prefetched groups that it has skipped, to be resharded if something else is to be
-        prefetched.
-        """
-        skipped = self.forward_order.enter(group)
-        if not skipped or not self.forward_order.upcoming(group.policy.prefetch):
-            return []
-        return [each for each in skipped if each is not group and self._held.reason(each) is AHEAD]
+    def reshard_skipped(self, skipped: Sequence[ParameterGroup], group: ParameterGroup) -> None:
+        """Reshard what was prefetched and ``skipped`` by ``group``, if something else is to be prefetched."""
+        if self.forward_order.upcoming(group.policy.prefetch):
+            for each in skipped:
+                if each is not group and self._held.reasons.get(each) is AHEAD:
+                    self._held.reshard(each)
 
     def coming(
         self, group: ParameterGroup, chosen: Sequence[ParameterGroup] | None, order: Order
@@ -91,22 +76,13 @@ class Prefetch:
         ``chosen`` by the caller; None: the next of ``order``.
         """
         policy, found = group.policy, list[ParameterGroup]()
-        if chosen is None:
-            chosen = order.upcoming(policy.prefetch)
-        else:
-            self._refuse_others(group, chosen)
+        if chosen is None:  # as order.upcoming, a frame shorter
+            at = order.cursor
+            chosen = order.planned[at : at + policy.prefetch] if order.is_followed else ()
         for each in chosen:
             if each.unsharded.state is SHARDED or each.unsharded.state is PARTLY:
                 found.append(each)
         if found and policy.max_prefetched is not None:
-            del found[max(0, policy.max_prefetched - len(self._held.held_for(AHEAD))) :]
+            num_ahead = list(self._held.reasons.values()).count(AHEAD)
+            del found[max(0, policy.max_prefetched - num_ahead) :]
         return found
-
-    def _refuse_others(self, group: ParameterGroup, chosen: Sequence[ParameterGroup]) -> None:
-        for ahead in chosen:
-            if ahead not in self._groups:
-                raise RuntimeError(
-                    f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
-                    "sharded model, so that the two share no root. Call fully_shard on the module around "
-                    "both, or choose modules of this model."
-                )

@@ -55,9 +55,8 @@ class ReductionQueue:
 
     def _limit(self, reductions: Iterable[Reduction]) -> None:
         """Parts of ``reductions`` were sent; wait for the oldest while all of them hold too much memory."""
-        self._in_parts += [each for each in reductions if each not in self._in_parts]
-        while self._in_parts and not self._in_parts[0].held_bytes:  # waited for meanwhile
-            self._in_parts.popleft()
+        begun = dict.fromkeys((*self._in_parts, *reductions))
+        self._in_parts = deque([each for each in begun if each.held_bytes])  # others were waited for
         while self.num_parts > 1 and sum(sum(each.held_bytes) for each in self._in_parts) > self.room:
             self._in_parts[0].release_part()
             if not self._in_parts[0].held_bytes:

@@ -24,7 +24,6 @@ from shardwise.comm.streams import nothing
 from shardwise.engine.calls import Call, CallStack, Outcome
 from shardwise.engine.finalization import Finalization, GradientReductionHandle
 from shardwise.engine.lazy_init import LazyInit
-from shardwise.engine.optional_blocks import refuse_alone
 from shardwise.engine.plan_check import PlanCheck
 from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.reduction_queue import ReductionQueue, room_for
@@ -76,14 +75,16 @@ _F = TypeVar("_F", bound=Feature)
 class Root:
     """Drives the groups of one module tree. Replaced by its parent's when that is sharded."""
 
+    group: ParameterGroup  # of the outermost module; set by ``drive``
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.groups: list[ParameterGroup] = []
-        self.group: ParameterGroup | None = None
         self.last: ParameterGroup | None = None
         """The last group of the tree. It stays unsharded from forward to backward, which probably begins with
         it. Read from the tree, not observed in a forward: what ranks unshard in backward must not depend on
-        what each of them has run."""
+        what each of them has run. None if the caller chooses what backward prefetches: all ranks unshard
+        that, even if gradients flow differently in them."""
         self.observer: Observer | None = None
         self.features: tuple[Feature, ...] = ()
         self.ranks_run_alike = True
@@ -92,14 +93,14 @@ class Root:
         self.plan_check = PlanCheck(device, self.groups)
         self.calls = CallStack()
         self.unsharded_groups = UnshardedGroups()
-        self.prefetch = Prefetch(self.unsharded_groups, self.groups)
+        self.prefetch = Prefetch(self.unsharded_groups)
         self.reductions = ReductionQueue(0.0)
         self.finalization = Finalization()
         self.forward: Any = None
         self.backward: Any = None
         self.created_nodes: Any = None  # by backwards with create_graph=True; see backward.py
-        self.monitor: Any = None  # of this rank's failures, as the last forward found it
-        self.post_optim_event: Any = None  # of the device's own module
+        self.monitor: Any = None  # of this rank's failures, from the first pass on
+        self.post_optim_event: Any = None  # of the device's own module; who waits for it clears it
         self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
 
     # --- the tree ---------------------------------------------------------------------------------
@@ -107,7 +108,8 @@ class Root:
     def tree_changed(self) -> None:
         """Groups were added, or the caller has configured some."""
         inner = [g for g in self.groups if g is not self.group and not g.settings.may_be_unused]
-        self.last = inner[-1] if inner else None
+        chooses = any(group.settings.backward_prefetch is not None for group in self.groups)
+        self.last = inner[-1] if inner and not chooses else None
         self.unsharded_groups.arrange(self.groups, self.group)
 
     def start_over(self) -> None:
@@ -119,12 +121,7 @@ class Root:
     @property
     def name(self) -> str:
         """What messages call the model."""
-        return "the model" if self.group is None else self.group.name
-
-    @property
-    def label(self) -> str:
-        """The same, quoted where it is a name."""
-        return "the model" if self.name == "the model" else f"'{self.name}'"
+        return self.group.name
 
     def observe(self, observer: Observer | None) -> None:
         """Report every event of every group to ``observer``, as (event, name)."""
@@ -147,17 +144,20 @@ class Root:
     # --- before a pass ----------------------------------------------------------------------------
 
     def refuse_unfit(self) -> None:
-        """Once: check that the model can run as it is. No communication."""
-        if not self.lazy_init.is_complete:
-            self.lazy_init.refuse_unfit()
-            refuse_alone(self.groups, self.unsharded_groups.unsharded_with)
+        """Check that the model can run as it is. No communication."""
+        self.lazy_init.refuse_unfit()
+        self.unsharded_groups.refuse_alone(self.groups)
+
+    def make_ready(self) -> None:
+        """Make streams and process groups, for a model that was found fit."""
+        self.lazy_init.run()
+        self.reductions.room = room_for(self.groups)
 
     def ensure_ready(self) -> None:
         """Once: check the model, make streams and process groups."""
         if not self.lazy_init.is_complete:
             self.refuse_unfit()
-            self.lazy_init.run()
-            self.reductions.room = room_for(self.groups)
+            self.make_ready()
 
     def drop_cleared_gradients(self) -> None:
         """Drop deferred gradients whose ``.grad`` the caller has cleared; refuse sums that are incomplete."""
@@ -169,7 +169,7 @@ class Root:
 
     def _refuse_incomplete(self) -> None:
         """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
-        self._incomplete = [param for param in self._incomplete if param.gradient.is_deferred]
+        self._incomplete = [param for param in self._incomplete if param.is_deferred]
         if self._incomplete:
             names = listed((param.fqn for param in self._incomplete), 4)
             raise RuntimeError(
@@ -200,7 +200,7 @@ class Root:
         """Drop the passes that run, and all that they have come to."""
         if self.backward is not None and self.backward.has_gradients():
             params = [param for group in self.groups for param in group.shards.params]
-            self._incomplete = [param for param in params if param.gradient.is_deferred]
+            self._incomplete = [param for param in params if param.is_deferred]
         self.forward = self.backward = None
         self.calls.running.clear()
         self.unsharded_groups.reshard_after_failure()
@@ -228,12 +228,12 @@ class Root:
         if error is None or self.calls.running or not self.ranks_run_alike:
             return
         if not autograd.is_in_backward():
-            monitor_of_job().report(error, f"the forward of {self.label}")
+            monitor_of_job().report(error, f"the forward of '{self.name}'")
 
     def tell_failed_backward(self) -> None:
         """Autograd has dropped a backward before its end."""
-        monitor_of_job().leave()
-        monitor_of_job().report_backward(f"the backward of {self.label}")
+        self.monitor.phase = ""
+        self.monitor.report_backward(f"the backward of '{self.name}'")
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Root:
 
     def reshard(self, group: ParameterGroup) -> None:
         """Free it now."""
-        if self.unsharded_groups.reason(group) is INFERENCE:
+        if self.unsharded_groups.reasons.get(group) is INFERENCE:
             raise RuntimeError(f"reshard: {group.name} is kept unsharded by inference(). Leave that first.")
         self.unsharded_groups.reshard(group)
 
@@ -294,7 +294,8 @@ class Root:
             raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
         self.ensure_ready()
         streams = self.lazy_init.streams
-        if (event := self.take_post_optim_event()) is not None:
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
             streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work
         streams.all_gather.wait_for_compute()
         self.unsharded_groups.reshard(group)
@@ -302,11 +303,6 @@ class Root:
     def let_host_write(self) -> None:
         """Wait for copies out of shards in host memory, which the caller may change from now on."""
         self.lazy_init.streams.all_gather.wait_until_host_was_read()
-
-    def take_post_optim_event(self) -> Any:
-        """The event of ``set_post_optim_event``, for the caller, who must wait for it; it is cleared."""
-        event, self.post_optim_event = self.post_optim_event, None
-        return event
 
     # --- finalize_backward ------------------------------------------------------------------------
 

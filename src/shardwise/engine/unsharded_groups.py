@@ -1,16 +1,16 @@
 """Which groups are unsharded or being unsharded, and why: one reason each."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import Call
-from shardwise.engine.optional_blocks import Together, unsharded_together
 from shardwise.groups.group import ParameterGroup, axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
@@ -40,9 +40,10 @@ class UnshardedGroups:
     """The groups of one root that are unsharded, being unsharded, or partly kept."""
 
     def __init__(self) -> None:
-        self._reasons: dict[ParameterGroup, Reason] = {}
-        # Groups that are unsharded and freed with another, and are part of no order; see optional_blocks.py.
-        self.unsharded_with: Together = {}
+        self.reasons: dict[ParameterGroup, Reason] = {}
+        """Why each group is in memory: all that are not sharded are here."""
+        # Groups that are unsharded and freed with another, and are part of no order: set_may_be_unused().
+        self.unsharded_with: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.accompanying: frozenset[ParameterGroup] = frozenset()
         self.announce: Callable[[ParameterGroup], None] | None = None
         """Called with each group that is about to be unsharded, unless it is already: see inference.py."""
@@ -57,39 +58,33 @@ class UnshardedGroups:
         self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
         add_step_listener(self)
 
-    def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup | None) -> None:
+    def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup) -> None:
         """Find again which of ``groups`` go together; ``root``: the outermost."""
-        self.unsharded_with = unsharded_together(groups, root)
         self.accompanying = frozenset(group for group in groups if group.settings.may_be_unused)
+        self.unsharded_with = _unsharded_together(groups, root) if self.accompanying else {}
 
-    # --- reasons ----------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[ParameterGroup]:
-        return iter(list(self._reasons))
-
-    def reason(self, group: ParameterGroup) -> Reason | None:
-        """Why ``group`` is in memory; None if it is not."""
-        return self._reasons.get(group)
-
-    def hold(self, group: ParameterGroup, reason: Reason) -> None:
-        """Keep ``group`` for ``reason``, whatever it was kept for before."""
-        self._reasons[group] = reason
-
-    def held_for(self, *reasons: Reason) -> list[ParameterGroup]:
-        """The groups that are in memory for one of ``reasons``."""
-        return [group for group, reason in self._reasons.items() if reason in reasons]
+    def refuse_alone(self, groups: Sequence[ParameterGroup]) -> None:
+        """Refuse a group that may be unused if no group around it is run by all ranks."""
+        accompanied = {group for inside in self.unsharded_with.values() for group in inside}
+        for group in groups:
+            if group in self.accompanying and group not in accompanied:
+                raise RuntimeError(
+                    f"{group.name}: set_may_be_unused() was called on it, but no sharded module around it is "
+                    "run by all ranks, with which it could be unsharded. Call fully_shard on the module "
+                    "around it."
+                )
 
     # --- unshard ----------------------------------------------------------------------------------
 
     def claim(self, group: ParameterGroup, reason: Reason) -> None:
         """``group`` is about to be unsharded for ``reason``; ``inference()`` stays the reason."""
-        before = self._reasons.get(group)
+        before = self.reasons.get(group)
         if before is FOR_EARLIER_BACKWARD:
             self.reshard(group)  # not before, since all ranks unshard it now
         if self.announce is not None:
             self.announce(group)
         if before is not INFERENCE:
-            self._reasons[group] = reason
+            self.reasons[group] = reason
 
     def unshard(self, group: ParameterGroup, reason: Reason) -> None:
         """Claim ``group`` and begin to unshard it."""
@@ -98,7 +93,7 @@ class UnshardedGroups:
 
     def unshard_again(self, group: ParameterGroup) -> None:
         """Begin to unshard ``group`` for the backward of a forward that has used it."""
-        self._reasons.setdefault(group, IN_USE)
+        self.reasons.setdefault(group, IN_USE)
         group.unsharded.unshard_again()
 
     def begin_captured(self, captured: bool) -> None:
@@ -108,15 +103,15 @@ class UnshardedGroups:
         """
         if captured is not self._is_captured:
             self._is_captured = captured
-            for group in self:
+            for group in self.reasons:
                 group.unsharded.drop_streams()
 
     # --- reshard ----------------------------------------------------------------------------------
 
     def reshard(self, group: ParameterGroup) -> None:
         """Reshard ``group``, after waiting for an all-gather in flight, unless ``inference()`` keeps it."""
-        if self._reasons.pop(group, None) is INFERENCE:
-            self._reasons[group] = INFERENCE
+        if self.reasons.pop(group, None) is INFERENCE:
+            self.reasons[group] = INFERENCE
             return
         if self._stepped:
             self._stepped.discard(group)
@@ -160,10 +155,10 @@ class UnshardedGroups:
         All of them, because the ranks have to agree, and an optimizer may leave out shards that are empty on
         its rank.
         """
-        if not self._reasons:
+        if not self.reasons:
             return
-        # A copy, as __iter__ makes it: with ranks as threads this comes from any of them.
-        trainable = [group for group in self if group.gradients.are_wanted]
+        # From a copy: with ranks as threads this comes from any of them.
+        trainable = [group for group in list(self.reasons) if group.gradients.are_wanted]
         own = {id(bucket) for group in trainable for bucket in group.buckets}
         if any(id(bucket) in own for bucket in buckets):
             self._stepped.update(trainable)
@@ -205,22 +200,60 @@ class UnshardedGroups:
     def reshard_after_failure(self) -> None:
         """Reshard everything, whatever state it is in."""
         self.awaits_backward = False
-        for group in self:
+        for group in self.reasons:
             group.unsharded.reshard_after_failure()
-        self._reasons.clear()
+        self.reasons.clear()
         self._stepped.clear()
 
-    def hide_kept(self) -> None:
-        """Between passes modules show their shards, whatever is kept in memory, but for ``inference()``."""
-        for group, reason in self._reasons.items():
-            if group.unsharded.state is UNSHARDED and reason not in (CALLER, INFERENCE):
+    def end_pass(self, *unneeded: Reason) -> None:
+        """A pass is over: reshard what is in memory for ``unneeded`` reasons.
+
+        Between passes modules show their shards, whatever is kept in memory, but for ``inference()``.
+        """
+        for group, reason in list(self.reasons.items()):
+            if reason in unneeded:
+                self.reshard(group)
+            elif group.unsharded.is_shown and reason is not CALLER and reason is not INFERENCE:
                 group.unsharded.hide()
 
     def freed_by_exit(self, call: Call) -> Sequence[ParameterGroup]:
         """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
-        if call.is_outermost:
-            return tuple(self._reasons)
+        if call.parent is None:
+            return tuple(self.reasons)
         return (call.group, *self.unsharded_with.get(call.group, ()))
+
+
+def _unsharded_together(
+    groups: Sequence[ParameterGroup], root: ParameterGroup
+) -> dict[ParameterGroup, list[ParameterGroup]]:
+    """For groups that all ranks run: those inside that some ranks may skip.
+
+    All ranks unshard these with the group around them, at the same point. Their gradients are reduced at the
+    end of backward, with zeros from ranks that have none.
+    """
+    group_of = {module: group for group in groups for module in group.modules}
+    around: dict[ParameterGroup, ParameterGroup | None] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, nearest: ParameterGroup | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        own = group_of.get(module)
+        if own is not None and own.settings.may_be_unused:
+            around.setdefault(own, nearest)
+        elif own is not None:
+            nearest = own
+        for child in module.children():
+            visit(child, nearest)
+
+    for module in root.modules:
+        visit(module, None)
+    together: dict[ParameterGroup, list[ParameterGroup]] = {}
+    for group in groups:
+        if (nearest := around.get(group)) is not None:
+            together.setdefault(nearest, []).append(group)
+    return together
 
 
 def _changed_message(what: str, group: ParameterGroup) -> str:

@@ -87,7 +87,7 @@ class Inference(Feature):
             self._serve()
 
     def _release(self, group: ParameterGroup) -> None:
-        self.root.unsharded_groups.hold(group, IN_USE)
+        self.root.unsharded_groups.reasons[group] = IN_USE
         self.root.unsharded_groups.reshard(group)
 
     def _leave(self) -> None:
@@ -166,7 +166,7 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
     for group in kept:
         group.unsharded.wait()
     for group in kept:
-        root.unsharded_groups.hold(group, INFERENCE)
+        root.unsharded_groups.reasons[group] = INFERENCE
     root.add(Inference(root, groups, set(kept)))
     return taken
 

@@ -31,7 +31,6 @@ from shardwise.engine.root import Feature, Root
 from shardwise.engine.unsharded_groups import CALLER, IN_USE
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
-from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dtensor
 
 
@@ -61,7 +60,7 @@ class Microbatches(Feature):
         root.refuse_at_work("a step of microbatches", root.groups[0], "afterwards")
         if self.is_under_way and any(group.gradients.have_sums_to_reduce for group in root.groups):
             raise RuntimeError(
-                f"{root.label}: the last step of microbatches was not ended, so its gradients are neither "
+                f"'{root.name}': the last step of microbatches was not ended, so its gradients are neither "
                 "reduced nor divided. If it failed, call zero_grad(). If the schedule was loaded from a "
                 "file, it needs a REDUCE_GRAD action for each stage."
             )
@@ -81,7 +80,7 @@ class Microbatches(Feature):
         root.refuse_at_work("the reduction of a step", root.groups[0], "afterwards")
         if self._adds_to_earlier and divisor != self._divisor:
             raise RuntimeError(
-                f"{root.label}: gradients of earlier steps were divided by {self._divisor} microbatches, "
+                f"'{root.name}': gradients of earlier steps were divided by {self._divisor} microbatches, "
                 f"those of this step are to be divided by {divisor}, and they are one sum by now. Accumulate "
                 "over steps of as many microbatches, or call zero_grad() before the number changes."
             )
@@ -97,13 +96,13 @@ class Microbatches(Feature):
         root.finish_reductions()
         root.average_ignored()
         self.is_under_way = root.unsharded_groups.is_mid_accumulation = False
-        for group in root.unsharded_groups:
-            if root.unsharded_groups.reason(group) is not CALLER and group.settings.reshard_after_backward:
+        for group, reason in list(root.unsharded_groups.reasons.items()):
+            if reason is not CALLER and group.settings.reshard_after_backward:
                 root.unsharded_groups.reshard(group)
 
     def _gradients(self) -> list[Tensor]:
         """What waits to be reduced, and what nobody reduces."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.params]
+        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [dtensor.plain(p.grad) for p in (*fulls, *self._others) if p.grad is not None]
 
     @property
@@ -137,7 +136,7 @@ class Microbatches(Feature):
 
     def weights(self) -> list[Tensor]:
         """The trainable parameters as the graphs of forwards know them."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.params]
+        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [weight for weight in (*fulls, *self._others) if weight.requires_grad]
 
     def compute_weights(self, parts: list[dict[str, Any]]) -> None:
@@ -158,13 +157,13 @@ class Microbatches(Feature):
         for group in root.groups:
             if not root.reshards_after_forward(group) and group.unsharded.state is SHARDED:
                 root.unshard(group)
-                memory.hold(group, IN_USE)
+                memory.reasons[group] = IN_USE
         memory.is_mid_accumulation = True
 
     def reshard(self) -> None:
         """Reshard all groups, whose sums of gradients stay; what uses them next unshards them again."""
-        for group in self.root.unsharded_groups:
-            if self.root.unsharded_groups.reason(group) is not CALLER:
+        for group, reason in list(self.root.unsharded_groups.reasons.items()):
+            if reason is not CALLER:
                 self.root.unsharded_groups.reshard(group)
 
 
@@ -197,14 +196,16 @@ class WeightPass(BackwardPass):
             root.backward = None
             for group in root.groups:
                 group.gradients.defer_written()
-        root.unsharded_groups.hide_kept()
+        root.unsharded_groups.end_pass()
         root.unsharded_groups.is_mid_accumulation = True
-        monitor_of_job().leave()
+        root.monitor.phase = ""
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
         # All ranks unshard the same groups, whatever the graph of each has used.
         groups = [group for group in reversed(self._root.groups) if group.gradients.are_wanted]
-        weights = {group: [full for full in group.unsharded.params if full.requires_grad] for group in groups}
+        weights = {
+            group: [full for full in group.unsharded.full_params if full.requires_grad] for group in groups
+        }
         owner = {get_gradient_edge(full).node: group for group in groups for full in weights[group]}
         owners = [{owner.get(node) for node in autograd.nodes_of_part(part)} for part in parts]
         keeps_graph = any(map(autograd.begins_at_several_nodes, parts))

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.communicators import make_communicator
-from shardwise.comm.custom import PooledCollectives, ProcessGroupPool, SymmetricMemoryPool
+from shardwise.comm.communicators import Communicator, unless_alone
+from shardwise.comm.custom import AllocatorPool, PooledCollectives, SymmetricMemoryPool
 from shardwise.comm.streams import is_of_device
 from shardwise.engine.module_state import module_state_of
 from shardwise.torch_compat import c10d
@@ -65,23 +65,20 @@ def use_symmetric_memory(module: Any, method: str) -> None:
     communicate(module, method, make_all_gather=with_symmetric_memory)
 
 
-def made(kind: Any, comm: Any, pg: Any, device: torch.device) -> Any:
-    """The caller's own collective, or a plain one on a rank that is alone."""
-    return make_communicator(pg, device) if pg is None or pg.size() == 1 else kind(comm, pg, device)
-
-
-def with_memory(pg: Any, device: torch.device) -> Any:
+@unless_alone
+def with_memory(pg: Any, device: torch.device) -> Communicator:
     """Plain collectives over memory from the process group's allocator."""
-    return _from_pool(ProcessGroupPool, pg, device)
+
+    def allocate(size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return c10d.allocate_from_group(pg, size[0], dtype, device)
+
+    return PooledCollectives(pg, device, AllocatorPool(allocate))
 
 
-def with_symmetric_memory(pg: Any, device: torch.device) -> Any:
+@unless_alone
+def with_symmetric_memory(pg: Any, device: torch.device) -> Communicator:
     """Plain collectives over symmetric memory."""
-    return _from_pool(SymmetricMemoryPool, pg, device)
-
-
-def _from_pool(kind: Any, pg: Any, device: torch.device) -> Any:
-    return make_communicator(pg, device) if pg is None else PooledCollectives(pg, device, kind(pg))
+    return PooledCollectives(pg, device, SymmetricMemoryPool(pg))
 
 
 def check_comm(caller: str, comm: Any) -> None:

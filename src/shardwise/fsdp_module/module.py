@@ -1,16 +1,31 @@
-"""FSDPModule: the methods of a sharded module, but for those of its communication (communication.py)."""
+"""FSDPModule: the methods of a sharded module, and what type checkers take such a module for."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
+from shardwise.comm.communicators import unless_alone
+from shardwise.comm.custom import CustomCollectives
+from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.module_state import module_state_of
 from shardwise.fsdp_module.arguments import (
-    check_bool,
+    check_flags,
     groups_to_configure,
-    groups_to_prefetch,
     root_module_state,
+    set_flag,
+    set_prefetch,
 )
-from shardwise.fsdp_module.communication import CommunicationSetters
+from shardwise.fsdp_module.comm_choices import (
+    allocate_from_process_group,
+    check_choice,
+    check_comm,
+    check_of_device,
+    communicate,
+    use_symmetric_memory,
+)
 from shardwise.groups.group import ParameterGroup
 
 
@@ -37,14 +52,27 @@ class UnshardHandle:
         self._group.unsharded.wait_if_on_the_way()
 
 
-class FSDPModule(CommunicationSetters):
+class FSDPModule:
     """Mixed into the class of every module given to ``fully_shard``.
 
     A module's own parameter group holds the parameters that its ``fully_shard`` call took; sharded modules
-    inside it have groups of their own. Setters with ``recurse`` act on all of these groups by default.
-    Settings stay until they are changed. Those that decide which collectives run must be the same on all
-    ranks. The next forward with gradients compares them, except, after the first forward, those that may
-    change with each microbatch (gradient synchronisation, all-reduce, reshard after backward).
+    inside it have groups of their own. All setters have this in common:
+
+    - ``recurse``: also set it for all sharded modules inside this one (default True). A setter without this
+      argument acts on the module's own group.
+    - A flag that is neither True nor False raises ``TypeError``, and changes nothing.
+    - A setting stays until it is changed. If it decides which collectives run, it must be the same on all
+      ranks. The next forward with gradients compares settings, except, after the first forward, those that
+      may change with each microbatch (gradient synchronisation, all-reduce, reshard after backward).
+
+    Example::
+
+        for microbatch in microbatches:
+            is_last = microbatch is microbatches[-1]
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+            model(microbatch).sum().backward()
+        optimizer.step()
     """
 
     @property
@@ -86,7 +114,7 @@ class FSDPModule(CommunicationSetters):
             handle.wait()
             output = model(batch)
         """
-        check_bool("unshard", "async_op", async_op)
+        check_flags("unshard", async_op=async_op)
         module_state = module_state_of(self)
         module_state.root.unshard(module_state.group)
         handle = UnshardHandle(module_state.group)
@@ -120,20 +148,9 @@ class FSDPModule(CommunicationSetters):
         Args:
             reshard_after_forward: True frees the full parameters after forward and unshards them again for
                 backward: least memory, one more all-gather per group. False keeps them until backward.
-            recurse: also set it for all sharded modules inside this one (default True).
-
-        Raises:
-            TypeError: an argument is not a bool.
-
-        Example::
-
-            model.set_reshard_after_forward(False)  # enough memory: save an all-gather per group
-            model(batch).sum().backward()
         """
         caller = "set_reshard_after_forward"
-        check_bool(caller, "reshard_after_forward", reshard_after_forward)
-        for group in groups_to_configure(self, recurse, caller):
-            group.configure(reshard_after_forward=reshard_after_forward)
+        set_flag(self, caller, "reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after backward (by default they are).
@@ -148,24 +165,13 @@ class FSDPModule(CommunicationSetters):
         Args:
             reshard_after_backward: False keeps the full parameters, and their memory, for the next
                 microbatch, whose forward then needs no all-gather.
-            recurse: also set it for all sharded modules inside this one (default True).
 
         Raises:
-            TypeError: an argument is not a bool.
             RuntimeError: in the next forward: parameters were changed between microbatches without
                 synchronisation. A CUDA device reports it later, unless the change was one that torch counts.
-
-        Example::
-
-            for microbatch in microbatches:
-                model.set_reshard_after_backward(microbatch is microbatches[-1])
-                model(microbatch).sum().backward()
-            optimizer.step()
         """
         caller = "set_reshard_after_backward"
-        check_bool(caller, "reshard_after_backward", reshard_after_backward)
-        for group in groups_to_configure(self, recurse, caller):
-            group.configure(reshard_after_backward=reshard_after_backward)
+        set_flag(self, caller, "reshard_after_backward", reshard_after_backward, recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether backward unshards this module's own group (by default it does).
@@ -174,18 +180,8 @@ class FSDPModule(CommunicationSetters):
             unshard_in_backward: False saves an all-gather where backward does not read the parameters, as
                 for an embedding. A backward that does read them raises autograd's error about variables
                 "modified by an inplace operation", for their memory was freed.
-
-        Raises:
-            TypeError: ``unshard_in_backward`` is not a bool.
-
-        Example::
-
-            model.embed.set_unshard_in_backward(False)
-            model(tokens).sum().backward()
         """
-        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        module_state_of(self).group.configure(unshard_in_backward=unshard_in_backward)
-        module_state_of(self).root.plan_check.plan_changed()
+        set_flag(self, "set_unshard_in_backward", "unshard_in_backward", unshard_in_backward, False)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
@@ -196,17 +192,8 @@ class FSDPModule(CommunicationSetters):
             keep: True keeps the data pointers of full parameters the same from the first unshard on, as CUDA
                 graphs need, until the group's dtypes, device or collectives change. False frees the memory
                 of groups that are sharded at once.
-            recurse: also set it for all sharded modules inside this one (default True).
-
-        Raises:
-            TypeError: an argument is not a bool.
-
-        Example::
-
-            model.set_keep_unsharded_storage(True)
-            model(batch).sum().backward()
         """
-        check_bool("set_keep_unsharded_storage", "keep", keep)
+        check_flags("set_keep_unsharded_storage", keep=keep)
         for group in groups_to_configure(self, recurse, "set_keep_unsharded_storage"):
             group.unsharded.keep_storage(keep)
 
@@ -225,42 +212,32 @@ class FSDPModule(CommunicationSetters):
         Raises:
             TypeError: ``modules`` is not a list or another sequence.
             ValueError: a module in it is not sharded.
-            RuntimeError: in forward: a module in it belongs to another model.
+            RuntimeError: in the next forward: a module in it belongs to another model.
 
         Example::
 
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
             model(batch).sum().backward()
         """
-        chosen = groups_to_prefetch(modules, "set_modules_to_forward_prefetch")
-        module_state_of(self).group.configure(forward_prefetch=chosen)
-        module_state_of(self).root.plan_check.plan_changed()
+        set_prefetch(self, "forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
 
-        Each prefetched group holds its full parameters from then on. ``CommPolicy.max_prefetched`` still
-        limits how many there are at once. All ranks must choose the same.
+        All else is as in :meth:`set_modules_to_forward_prefetch`.
 
         Args:
-            modules: sharded modules of the same model, whose groups are unsharded in this order when this
-                module's backward begins. An empty list turns backward prefetch off for this module.
-
-        Raises:
-            TypeError: ``modules`` is not a list or another sequence.
-            ValueError: a module in it is not sharded.
-            RuntimeError: in backward: a module in it belongs to another model.
+            modules: sharded modules of the same model, in the order in which to unshard them when this
+                module's backward begins.
 
         Example::
 
             model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
             model(batch).sum().backward()
         """
-        chosen = groups_to_prefetch(modules, "set_modules_to_backward_prefetch")
-        module_state_of(self).group.configure(backward_prefetch=chosen)
-        module_state_of(self).root.plan_check.plan_changed()
+        set_prefetch(self, "backward_prefetch", modules)
 
-    # --- gradients --------------------------------------------------------------------------------
+    # --- which gradients are reduced --------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients (by default it does).
@@ -272,22 +249,9 @@ class FSDPModule(CommunicationSetters):
         Args:
             requires_gradient_sync: False lets full gradients accumulate, unreduced. True reduces them at the
                 next backward.
-            recurse: also set it for all sharded modules inside this one (default True).
-
-        Raises:
-            TypeError: an argument is not a bool.
-
-        Example::
-
-            for microbatch in microbatches:
-                model.set_requires_gradient_sync(microbatch is microbatches[-1])
-                model(microbatch).sum().backward()
-            optimizer.step()
         """
         caller = "set_requires_gradient_sync"
-        check_bool(caller, "requires_gradient_sync", requires_gradient_sync)
-        for group in groups_to_configure(self, recurse, caller):
-            group.configure(requires_gradient_sync=requires_gradient_sync)
+        set_flag(self, caller, "requires_gradient_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward all-reduces gradients over the replicas of the mesh (by default it does).
@@ -298,21 +262,8 @@ class FSDPModule(CommunicationSetters):
 
         Args:
             requires_all_reduce: False leaves the all-reduce to a later backward.
-            recurse: also set it for all sharded modules inside this one (default True).
-
-        Raises:
-            TypeError: an argument is not a bool.
-
-        Example::
-
-            for microbatch in microbatches:
-                model.set_requires_all_reduce(microbatch is microbatches[-1])
-                model(microbatch).sum().backward()
-            optimizer.step()
         """
-        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        for group in groups_to_configure(self, recurse, "set_requires_all_reduce"):
-            group.configure(requires_all_reduce=requires_all_reduce)
+        set_flag(self, "set_requires_all_reduce", "requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -326,20 +277,9 @@ class FSDPModule(CommunicationSetters):
 
         Args:
             reduce_scatter_unused_params: True lets every rank take part with zeros.
-            recurse: also set it for all sharded modules inside this one (default True).
-
-        Raises:
-            TypeError: an argument is not a bool.
-
-        Example::
-
-            model.set_reduce_scatter_unused_params(True)
-            model(batch).sum().backward()
         """
-        caller = "set_reduce_scatter_unused_params"
-        check_bool(caller, "reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in groups_to_configure(self, recurse, caller):
-            group.configure(zeros_for_unused=reduce_scatter_unused_params)
+        caller, flag = "set_reduce_scatter_unused_params", "reduce_scatter_unused_params"
+        set_flag(self, caller, flag, reduce_scatter_unused_params, recurse, setting="zeros_for_unused")
 
     def set_may_be_unused(self, may_be_unused: bool = True) -> None:
         """Choose whether some ranks may skip this module while others run it.
@@ -352,7 +292,6 @@ class FSDPModule(CommunicationSetters):
             may_be_unused: True (default) allows it; False has all ranks run the module again.
 
         Raises:
-            TypeError: ``may_be_unused`` is not a bool.
             RuntimeError: in forward: no sharded module around this one is run by all ranks.
 
         Example::
@@ -360,9 +299,7 @@ class FSDPModule(CommunicationSetters):
             model.blocks[1].set_may_be_unused()  # which blocks run depends on the rank
             model(batch).sum().backward()
         """
-        check_bool("set_may_be_unused", "may_be_unused", may_be_unused)
-        for group in groups_to_configure(self, True, "set_may_be_unused"):
-            group.configure(may_be_unused=may_be_unused)
+        set_flag(self, "set_may_be_unused", "may_be_unused", may_be_unused, recurse=True)
         module_state_of(self).root.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
@@ -373,21 +310,290 @@ class FSDPModule(CommunicationSetters):
 
         Args:
             reduce_ignored_params: True averages them.
-            recurse: also set it for all sharded modules inside this one (default True).
+        """
+        caller, flag = "set_reduce_ignored_params", "reduce_ignored_params"
+        set_flag(self, caller, flag, reduce_ignored_params, recurse, setting="averages_ignored")
+
+    # --- how they are reduced ---------------------------------------------------------------------
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Divide the sum of the ranks' gradients by ``factor`` instead of the number of ranks.
+
+        Args:
+            factor: a finite number above 0. The number of ranks (default) averages; 1.0 sums.
 
         Raises:
-            TypeError: an argument is not a bool.
+            ValueError: ``factor`` is anything else, or the gradients are reduced by a function that was given
+                to ``register_comm_hook``: it divides by itself.
 
         Example::
 
-            model.set_reduce_ignored_params(True)
+            model.set_gradient_divide_factor(1.0)  # sum, for losses that are divided by all tokens
+            (model(batch).sum() / num_tokens).backward()
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ValueError(
+                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
+                "default is the number of ranks, which averages; 1.0 sums."
+            )
+        groups = list(groups_to_configure(self, recurse, "set_gradient_divide_factor"))
+        for group in groups:
+            if any(bucket.communication.averages_itself for bucket in group.buckets):
+                raise ValueError(
+                    f"set_gradient_divide_factor: the gradients of {group.name} are reduced by a hook "
+                    "(register_comm_hook), which divides by itself. Divide there."
+                )
+        for group in groups:
+            group.configure(divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what :meth:`set_gradient_divide_factor` does, of which this is FSDP2's former name.
+
+        Args:
+            factor: a finite number above 0.
+        """
+        FSDPModule.set_gradient_divide_factor(self, factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the reduced gradients of this module's own group, before ``.grad`` gets them.
+
+        It runs after the reduce-scatter, and after the all-reduce over the mesh's replicas, once in each
+        reduction for each mesh and reduce dtype of the group.
+
+        Args:
+            hook: gets this rank's sharded gradients as one flat tensor of the reduce dtype and changes it in
+                place, for example by an all-reduce over replicas that the mesh does not have.
+            stream: the stream of the mesh's device to run ``hook`` in; only on a mesh without replicas,
+                whose all-reduce has a stream that the hook shares. None (default): the stream of the
+                reduction. A ``torch.cpu`` stream changes nothing.
+
+        Raises:
+            TypeError: ``hook`` is not callable, or ``stream`` is not a stream of the mesh's device.
+            ValueError: ``stream`` was given, and the mesh has replicas.
+
+        Example::
+
+            model.set_all_reduce_hook(lambda gradient: gradient.clamp_(-1.0, 1.0))
             model(batch).sum().backward()
         """
-        check_bool("set_reduce_ignored_params", "reduce_ignored_params", reduce_ignored_params)
-        for group in groups_to_configure(self, recurse, "set_reduce_ignored_params"):
-            group.configure(averages_ignored=reduce_ignored_params)
+        if not callable(hook):
+            raise TypeError(
+                f"set_all_reduce_hook: hook is {hook!r}, a {type(hook).__name__}; pass a function."
+            )
+        group = module_state_of(self).group
+        if stream is not None:
+            if any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets):
+                raise ValueError(
+                    "set_all_reduce_hook: stream was given, but the mesh has replicas, whose all-reduce "
+                    "runs in a stream of its own; the hook runs there as well. Leave stream out."
+                )
+            why = "the hook would not be ordered behind the reduction"
+            check_of_device("set_all_reduce_hook", "Stream", stream, group.device, why)
+            if has_streams(group.device):
+                hook = in_stream(hook, stream)
+        group.configure(all_reduce_hook=hook)
+        module_state_of(self).root.plan_check.plan_changed()
 
-    # --- the end of a backward --------------------------------------------------------------------
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Choose whether the back end only sums the gradients of this module's own group.
+
+        The division is then an operation of its own instead of part of the collective.
+
+        Args:
+            enable: True for back ends that cannot average. False (the initial state) averages where the back
+                end can.
+        """
+        check_flags("set_force_sum_reduction_for_comms", enable=enable)
+        for bucket in module_state_of(self).group.buckets:
+            bucket.communication.force_sums(enable)
+
+    # --- the caller's own collectives and memory --------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Unshard this module's own group with the caller's all-gather.
+
+        All parameters of the group then travel packed in one call: this costs a buffer of the group's full
+        parameters, and a copy out of it.
+
+        Args:
+            comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which returns the output
+                buffer, and ``__call__(output_tensor, input_tensor, group, async_op=False) -> Work | None``.
+
+        Raises:
+            TypeError: ``comm`` is a class, or lacks one of the two methods.
+            ValueError: ``set_symm_mem_for_comm`` was called on this module.
+            RuntimeError: the group is unsharded, or has unreduced gradients.
+
+        Example::
+
+            class AllGather:
+                def allocate(self, size, *, dtype, device):
+                    return torch.empty(size, dtype=dtype, device=device)
+
+                def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                    outputs = list(output_tensor.chunk(group.size()))
+                    return dist.all_gather(outputs, input_tensor, group=group, async_op=async_op)
+
+            model.set_custom_all_gather(AllGather())
+        """
+        check_comm("set_custom_all_gather", comm)
+        check_choice(self, "set_custom_all_gather", ["set_symm_mem_for_comm"])
+        communicate(self, "set_custom_all_gather", make_all_gather=unless_alone(CustomCollectives, comm))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce the gradients of this module's own group with the caller's reduce-scatter.
+
+        The counterpart of :meth:`set_custom_all_gather`. All gradients of one dtype then travel packed in one
+        call: this costs a buffer of the group's full gradients, and a copy into it. The division by the
+        number of ranks comes after the call (float16: in part before it, lest the sum overflow).
+
+        Args:
+            comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which returns the input
+                buffer, and ``__call__(output_tensor, input_tensor, group, op, async_op=False) ->
+                Work | None``. ``op`` is always ``ReduceOp.SUM``.
+
+        Raises:
+            TypeError: ``comm`` is a class, or lacks one of the two methods.
+            ValueError: ``set_symm_mem_for_comm`` or ``register_comm_hook`` was called on this module.
+            RuntimeError: the group is unsharded, or has unreduced gradients.
+        """
+        check_comm("set_custom_reduce_scatter", comm)
+        check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
+        communicate(
+            self, "set_custom_reduce_scatter", make_reduce_scatter=unless_alone(CustomCollectives, comm)
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Choose whether this module's own group communicates from memory of the process group's allocator.
+
+        All its parameters, and all its gradients, then travel packed in one call each, with a copy, instead
+        of directly from and to where they lie. Shards are all-gathered in place, so that the back end reads
+        and writes parameters in that memory alone. Changes nothing if the back end has no allocator. A custom
+        all-gather or reduce-scatter that is set afterwards takes its place.
+
+        Args:
+            enable: True allocates there. False (the initial state) goes back to ordinary memory.
+
+        Raises:
+            ValueError: the group has a custom all-gather, reduce-scatter or communication hook already.
+            RuntimeError: the group is unsharded, or has unreduced gradients.
+        """
+        method = "set_allocate_memory_from_process_group_for_comm"
+        check_flags(method, enable=enable)
+        allocate_from_process_group(self, method, enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Unshard this module's own group through symmetric memory. Needs CUDA and NCCL.
+
+        All parameters of the group then travel packed in one call: each rank copies its shard to its place in
+        a buffer of full parameters, the call fills the rest, and a copy leads out of it. The buffer is set up
+        collectively, in the first forward, and kept; groups of one size share it. NCCL chooses faster
+        kernels for such memory. None at all, but the copy engines, so that all-gathers take nothing from the
+        computation, if the process group of the mesh was made for it (NCCL 2.28 or later; ranks within
+        NVLink's reach)::
+
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+            dist.init_process_group("nccl", device_id=device, pg_options=options)
+
+        Not run on a GPU yet.
+
+        Args:
+            backend: "NCCL" (default), the only one supported.
+
+        Raises:
+            ValueError: ``backend`` is another, the mesh is not of CUDA devices, or the group has a custom
+                all-gather, reduce-scatter or communication hook already.
+            RuntimeError: the group is unsharded, or has unreduced gradients; or symmetric memory of another
+                back end was allocated before in this process, which has one back end for it.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
+        group = module_state_of(self).group
+        if group.device.type != "cuda":
+            raise ValueError(
+                f"set_symm_mem_for_comm: the mesh is of {group.device.type}, and symmetric memory of NCCL is "
+                "memory of CUDA devices. Leave the call out."
+            )
+        use_symmetric_memory(self, "set_symm_mem_for_comm")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Choose whether reduce-scatters have a process group of their own, apart from the all-gathers.
+
+        By default they have one on NCCL alone, whose collectives of one communicator run one after the other:
+        backward would wait for the all-gather of a block behind the reduce-scatter of the block before. The
+        next forward creates the process group, which is collective, and the next with gradients connects it.
+
+        A second communicator takes memory on each device, hundreds of megabytes by NCCL's defaults, which
+        ``torch.cuda.mem_get_info`` shows and ``torch.cuda.max_memory_allocated`` does not. Neither that nor
+        the time that it buys has been measured yet. ``NCCL_BUFFSIZE`` and ``NCCL_MAX_CTAS`` make it smaller.
+
+        Args:
+            enable: True (default) creates one; False shares that of the all-gathers.
+
+        Raises:
+            RuntimeError: in the next forward: ``unshard()`` has left a group unsharded that would change, or
+                it has unreduced gradients.
+        """
+        caller = "set_separate_reduce_scatter_group"
+        set_flag(self, caller, "enable", enable, recurse, setting="separate_reduce_group")
+        module_state_of(self).root.start_over()
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Limit how many groups' full gradients may be in flight, beside those of the group in backward.
+
+        A larger limit lets communication that is slower than the computation fall further behind, for the
+        memory of that many groups' full gradients. Where large gradients are reduced before the rest of
+        their group (``CommPolicy.part_bytes``), those present and in flight take no more memory than
+        ``max_input_buffers`` of the largest groups.
+
+        Args:
+            max_input_buffers: how many groups, 1 (default) or more.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: ``max_input_buffers`` is below 1.
+        """
+        caller = "set_reduce_scatter_max_input_buffers"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"{caller}: max_input_buffers is {max_input_buffers!r}, a "
+                f"{type(max_input_buffers).__name__}; pass an int."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
+        for group in groups_to_configure(self, recurse, caller):
+            group.configure(max_reductions=max_input_buffers)
+        module_state_of(self).root.start_over()
+
+    # --- the optimizer, and the end of a backward -------------------------------------------------
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
+
+        The event is used once. For the root module.
+
+        Args:
+            event: recorded after the optimizer step: a ``torch.cuda.Event`` for a mesh of CUDA devices, or
+                an event of the mesh's device. On a CPU mesh it does nothing and may be None, which is what
+                ``torch.cpu.current_stream().record_event()`` returns.
+
+        Raises:
+            TypeError: ``event`` is not an event of the mesh's device; the all-gathers would not wait for it.
+
+        Example::
+
+            with torch.cuda.stream(side):
+                optimizer.step()
+            model.set_post_optim_event(side.record_event())
+            optimizer.zero_grad()
+        """
+        module_state = module_state_of(self)
+        device = module_state.group.device
+        if event is not None or has_streams(device):
+            why = "all-gathers would not wait for the optimizer"
+            check_of_device("set_post_optim_event", "Event", event, device, why)
+        module_state.root.post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept FSDP2's hint about the last backward before the optimizer step; it changes nothing.
@@ -397,17 +603,8 @@ class FSDPModule(CommunicationSetters):
 
         Args:
             is_last_backward: True or False.
-
-        Raises:
-            TypeError: ``is_last_backward`` is not a bool.
-
-        Example::
-
-            for microbatch in microbatches:
-                model.set_is_last_backward(microbatch is microbatches[-1])
-                model(microbatch).sum().backward()
         """
-        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_flags("set_is_last_backward", is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether the caller ends backwards, with :meth:`finalize_backward`. For the root module.
@@ -423,17 +620,10 @@ class FSDPModule(CommunicationSetters):
                 them at the end of each backward.
 
         Raises:
-            TypeError: ``enabled`` is not a bool.
             RuntimeError: this is not the root module, a forward or backward is running, or an earlier
                 backward was not finalized.
-
-        Example::
-
-            model.set_manual_backward_finalization(True)
-            model(batch).sum().backward()
-            model.finalize_backward()
         """
-        check_bool("set_manual_backward_finalization", "enabled", enabled)
+        check_flags("set_manual_backward_finalization", enabled=enabled)
         module_state = root_module_state(self, "set_manual_backward_finalization")
         module_state.root.end_by_hand(module_state.group, enabled)
 
@@ -465,7 +655,7 @@ class FSDPModule(CommunicationSetters):
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        check_bool("finalize_backward", "async_op", async_op)
+        check_flags("finalize_backward", async_op=async_op)
         module_state = root_module_state(self, "finalize_backward")
         handle = module_state.root.finalize(module_state.group)
         if async_op:
@@ -491,3 +681,17 @@ class FSDPModule(CommunicationSetters):
                 model.reset_iter_state()
         """
         root_module_state(self, "reset_iter_state").root.reset()
+
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module, Any):
+        """What ``fully_shard`` returns, as type checkers see it: an FSDPModule of the module's own class.
+
+        Python's types have no intersections. A class with ``Any`` among its bases is accepted wherever the
+        module's own class is expected, while calls of FSDPModule's and nn.Module's methods are checked.
+        """
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    ShardedModule = FSDPModule

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.reduction import Reduction
 from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.gradient_parts import PartQueue, QueuedPart
@@ -29,13 +30,15 @@ from shardwise.groups.states import (
     refuse_step,
 )
 from shardwise.groups.unsharded import Observer, Unsharded
-from shardwise.params.changes import are_all_there, take_gradients
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import dynamo, functorch
+from shardwise.torch_compat import dynamo, functorch, tensor_impl
 from shardwise.torch_compat.functorch import outside_transforms
 
 _arrives_on_host = attrgetter("arrives_on_host")
+_gradient = attrgetter("grad")
+_layout = attrgetter("layout")
+_DENSE = {torch.strided}
 
 
 Tell = Callable[[], None]
@@ -85,9 +88,7 @@ class Gradients:
         """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._are_trainable: list[bool] = []  # for each parameter
-        self._is_missing: list[bool] = []  # the same: whether its gradient is yet to come
-        self._num_trainable = self._num_missing = 0
+        self._missing: set[int] = set()  # whose gradients are yet to come
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -95,7 +96,7 @@ class Gradients:
 
     def attach_hooks(self) -> None:
         """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
-        own, fulls = weakref.ref(self), self._unsharded.params
+        own, fulls = weakref.ref(self), self._unsharded.full_params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
             if index not in self._hooked:
@@ -103,17 +104,13 @@ class Gradients:
                 fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
-        self._are_trainable = [full.requires_grad for full in fulls]
-        self._num_trainable = len(trainable)
         self._expect_all()
         self.part_queue = self._plan_parts()
 
     def _expect_all(self, there: Iterable[int] = ()) -> None:
         """Count from now on: all gradients are to come but those that are ``there``."""
-        self._is_missing, self._num_missing = self._are_trainable[:], self._num_trainable
-        for index in there:
-            self._is_missing[index] = False
-            self._num_missing -= 1
+        self._missing = set(self._trainable)
+        self._missing.difference_update(there)
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -170,7 +167,7 @@ class Gradients:
                 return self.reduce()
         event = "join" if self.state is EMPTY and self.settings.ranks_may_differ else "reduce"
         state = GRADIENT_STATES.get((self.state, event)) or self._refuse(event)
-        if not self._unsharded.params:  # it has not run on this rank
+        if not self._unsharded.full_params:  # it has not run on this rank
             self.part_queue = self._plan_parts()
         queue = self.part_queue
         if queue is not None:
@@ -178,12 +175,12 @@ class Gradients:
                 queue.begin()
             self._send(queue.take_rest())
         else:
-            gradients = self._take(self._shards.params, self._unsharded.params)
+            gradients = self._take(self._shards.params, self._unsharded.full_params)
             for number, bucket in enumerate(self._shards.buckets):
                 own = gradients
                 if bucket is not self._shards.buckets[-1]:
                     own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
-                reduction = self._open(number, is_filled=are_all_there(own))
+                reduction = self._open(number, is_filled=all(map(is_not_none, own)))
                 reduction.send(bucket.reduction.parts[0], own, self.made_on if self._made_on else ())
         self._close()
         self.state = state
@@ -191,7 +188,7 @@ class Gradients:
             self.observer("reduce", self._shards.name)
 
     def _send(self, parts: Iterable[QueuedPart]) -> None:
-        all_params, all_fulls = self._shards.params, self._unsharded.params
+        all_params, all_fulls = self._shards.params, self._unsharded.full_params
         for queued in parts:
             reduction = self._reductions[queued.bucket] or self._open(queued.bucket, is_filled=False)
             params = [all_params[index] for index in queued.indices]
@@ -223,7 +220,7 @@ class Gradients:
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
         if not (self.settings.ranks_may_differ or self._shards.is_tensor_parallel):
-            plain = take_gradients(fulls)
+            plain = _take_dense(fulls)
             if plain is not None:
                 return plain
         gradients: list[Tensor | None] = []
@@ -305,7 +302,7 @@ class Gradients:
         """Add all results to ``.grad``; True if some wait for a sum over replicas."""
         is_some_left = False
         # Added plainly if shards have no hooks on gradients, and no ``.grad`` stands for deferred ones.
-        without_hooks = not self._has_deferred and self._shards.snapshot.has_no_gradient_hooks()
+        without_hooks = not self._has_deferred and self._shards.have_no_gradient_hooks()
         for number, reduction in enumerate(self._reductions):
             if reduction is not None:
                 bucket = self._shards.buckets[number]
@@ -319,7 +316,7 @@ class Gradients:
         """Finish the reductions of parts that began before the group's other gradients arrived."""
         self._close()
         self._accumulate()
-        there = [i for i in self._trainable if self._unsharded.params[i].grad is not None]
+        there = [i for i in self._trainable if self._unsharded.full_params[i].grad is not None]
         self._expect_all(there)
         if self.part_queue is not None:
             self.part_queue.begin(there)
@@ -339,7 +336,7 @@ class Gradients:
 
         No hook has told of them, since ``torch.autograd.grad`` returns gradients and accumulates none.
         """
-        if all(full.grad is None for full in self._unsharded.params):
+        if all(full.grad is None for full in self._unsharded.full_params):
             return
         if self.streams.are_device_streams:
             if self.state is EMPTY:
@@ -353,11 +350,11 @@ class Gradients:
         self._has_deferred = True
         for param, is_left_for_later in zip(self._shards.params, self._left_for_later(), strict=True):
             if is_left_for_later:
-                param.gradient.defer()
+                param.defer_gradient()
 
     def _left_for_later(self) -> list[bool]:
         """For each parameter, whether it has a deferred gradient, unsharded or reduce-scattered."""
-        fulls = self._unsharded.params
+        fulls = self._unsharded.full_params
         sums = [
             bucket.reduction.has_earlier_for(i)
             for bucket in self._shards.buckets
@@ -372,7 +369,7 @@ class Gradients:
         """True if a reduction now would reduce deferred gradients."""
         if self.state is not DEFERRED:
             return False
-        if any(full.grad is not None for full in self._unsharded.params):
+        if any(full.grad is not None for full in self._unsharded.full_params):
             return True
         return self.settings.requires_all_reduce and any(
             bucket.reduction.earlier is not None for bucket in self._shards.buckets
@@ -380,16 +377,16 @@ class Gradients:
 
     def _stands_for_any(self) -> bool:
         """True if ``.grad`` of some shards may stand for unreduced gradients."""
-        return any(param.gradient.is_deferred for param in self._shards.params)
+        return any(param.is_deferred for param in self._shards.params)
 
     def drop_cleared(self) -> None:
         """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
         if self.state is not DEFERRED:
             return
-        fulls, index = self._unsharded.params, 0
+        fulls, index = self._unsharded.full_params, 0
         for bucket in self._shards.buckets:
             for own, param in enumerate(bucket.params):
-                if param.gradient.was_cleared():
+                if param.gradient_was_cleared():
                     if fulls:
                         fulls[index].grad = None
                     if bucket.reduction.has_earlier_for(own):
@@ -402,7 +399,7 @@ class Gradients:
         """Drop unsharded gradients, in flight or not."""
         self._free()
         for param in self._shards.params:
-            param.gradient.show_reduced()
+            param.show_reduced_gradient()
         if self.state is not EMPTY:
             self._step("drop")
 
@@ -420,7 +417,7 @@ class Gradients:
         for reduction in self.in_flight():
             reduction.drop()
         self._reductions = [None] * len(self._shards.buckets)
-        for full in self._unsharded.params:
+        for full in self._unsharded.full_params:
             full.grad = None
         for bucket in self._shards.buckets:
             bucket.reduction.drop_all_earlier()
@@ -430,7 +427,7 @@ class Gradients:
     @property
     def are_wanted(self) -> bool:
         """True if any parameter of the group is trainable."""
-        if self._unsharded.params:
+        if self._unsharded.full_params:
             return bool(self._trainable)
         return any(param.sharded.requires_grad for param in self._shards.params)
 
@@ -446,6 +443,18 @@ class Gradients:
         refuse_step(GRADIENT_STATES, self.state, event, self._shards.name)
 
 
+def _take_dense(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
+    """Take ``.grad`` of ``fulls`` away; None, and nothing taken, if one is sparse."""
+    with tensor_impl.plain_access():
+        gradients = list(map(_gradient, fulls))
+        layouts = set(map(_layout, filter(is_not_none, gradients)))
+        if not layouts <= _DENSE:
+            return None
+        for full in fulls:
+            full.grad = None
+    return gradients
+
+
 def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     """A hook on an unsharded parameter: autograd has accumulated its gradient.
 
@@ -457,7 +466,7 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
     gradients = own()
     if gradients is None:
         return
-    fulls = gradients._unsharded.params
+    fulls = gradients._unsharded.full_params
     if not fulls or fulls[index] is not full:
         gradients._raise_replaced(index)
     queue, streams = gradients.part_queue, gradients.streams
@@ -471,10 +480,8 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
         gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
     elif gradients._tells_each:
         gradients._tell()  # one of a nested backward keeps the group unsharded for longer
-    if gradients._is_missing[index]:
-        gradients._is_missing[index] = False
-        gradients._num_missing -= 1
-    if not gradients._num_missing:
+    gradients._missing.discard(index)
+    if not gradients._missing:
         gradients._expect_all()  # for another call, which a nested backward may reach
         # Not by outside_transforms: the way to the reduction is a frame shorter.
         if functorch.is_in_transform():

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import check_before_training, is_extension, split_off
 from shardwise.comm.streams import CommStreams, nothing
-from shardwise.groups.added_parameters import ModuleWatch
-from shardwise.groups.casts import Casts
 from shardwise.groups.gradients import Gradients
+from shardwise.groups.managed_modules import AddedParameters, SideTensors
 from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
-from shardwise.groups.side_tensors import SideTensors
 from shardwise.groups.states import EMPTY, PENDING, SHARDED, SUMMONED
 from shardwise.groups.unsharded import Observer, Unsharded, refuse_summoned
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, ShardMesh
+from shardwise.layout.precision import Casts
 from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy
@@ -76,9 +75,9 @@ class ParameterGroup:
         self.casts = casts
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
-        self.choices: set[str] = set()  # which setters have chosen how to communicate
+        self.choices: set[str] = set()  # setters and hooks that have chosen how to communicate
         self.partly_loaded: str | None = None  # why a load failed half-way
-        self.added = ModuleWatch(managed_modules)
+        self.added = AddedParameters(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
         self.traced: Any = None  # what the last trace saw
@@ -224,7 +223,7 @@ class ParameterGroup:
 
         True if any was, or if this is the first call.
         """
-        if self.shards.are_untouched(self.unsharded.params):
+        if self.shards.are_untouched(self.unsharded.full_params):
             return False
         self.adopt_replaced()
         if self.shards.are_elsewhere():
@@ -269,7 +268,7 @@ class ParameterGroup:
         """Copy shards that are stored elsewhere into new flat shards."""
         self.shards.refuse_meta()
         unsharded = self.unsharded
-        carried = [full.grad for full in unsharded.params]
+        carried = [full.grad for full in unsharded.full_params]
         is_planned_anew = [bucket.sync_flat_shard() for bucket in self.buckets]
         if not any(is_planned_anew):
             return
@@ -279,7 +278,7 @@ class ParameterGroup:
             self.gradients.attach_hooks()
             for bucket in unsharded.buckets:
                 bucket.buffer.free()
-            for full, gradient, param in zip(unsharded.params, carried, self.shards.params, strict=True):
+            for full, gradient, param in zip(unsharded.full_params, carried, self.shards.params, strict=True):
                 full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
 
     # --- what is refused --------------------------------------------------------------------------
@@ -308,16 +307,14 @@ class ParameterGroup:
 
         ``names``: the name of every module of the tree.
         """
-        added = self.added.find_added(names, self.unsharded.params)
+        added = self.added.find_added(names, self.unsharded.full_params)
         if not added:
             return
         for where, tensor in added:
-            ours = [param.fqn for param in self.shards.params if param.unsharded is tensor]
-            if ours:
+            if ours := [param.fqn for param in self.shards.params if param.unsharded is tensor]:
                 raise RuntimeError(
-                    f"{where}: forward assigned the unsharded parameter {ours[0]} to this attribute, which "
-                    "makes it a second parameter, and its memory is freed after forward. Keep a copy "
-                    "(.clone())."
+                    f"{where}: forward assigned the unsharded parameter {ours[0]} to this attribute. Its "
+                    "memory is freed after forward. Keep a copy (.clone())."
                 )
         shown = listed((where for where, _ in added), 4)
         were = "these parameters were" if len(added) > 1 else "this parameter was"
@@ -352,21 +349,9 @@ class ParameterGroup:
     # --- questions --------------------------------------------------------------------------------
 
     @property
-    def replicates(self) -> bool:
-        """True if some of its shards are replicated."""
-        return self.shards.are_replicated
-
-    @property
     def max_in_flight(self) -> int:
         """How many reductions may be in flight at once: more overlap, for more memory."""
         return self.settings.max_reductions + self.shards.are_replicated
-
-    def axes(self) -> list[Axis]:
-        """The axes over which its parameters are sharded, the longest first."""
-        axes = {
-            id(axis.pg): axis for b in self.buckets for axis in b.mesh.axes() if axis is b.mesh.shard_axis
-        }
-        return sorted(axes.values(), key=lambda axis: -axis.world)
 
     def all_axes(self) -> list[Axis]:
         """The axes along which it communicates, the longest first."""
@@ -377,7 +362,7 @@ class ParameterGroup:
         """Keep communication in flight alive: the back end still writes into its memory."""
         own = vars(self)  # incomplete in a copy that failed
         if "gradients" in own:
-            under_way = [self.unsharded.in_flight, *self.gradients.in_flight()]
+            under_way = [self.unsharded.work, *self.gradients.in_flight()]
             if any(each is not None for each in under_way):
                 c10d.keep_until_exit(under_way)
 
@@ -403,5 +388,6 @@ def open_tie_message(fqn: str, other: str) -> str:
 
 def axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
     """The axes over which the parameters of ``groups`` are sharded, the longest first."""
-    axes = {id(axis.pg): axis for group in groups for axis in group.axes() if not axis.is_alone}
+    every = [bucket.mesh.shard_axis for group in groups for bucket in group.buckets]
+    axes = {id(axis.pg): axis for axis in every if not axis.is_alone}
     return sorted(axes.values(), key=lambda axis: -axis.world)

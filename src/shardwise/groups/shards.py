@@ -1,12 +1,15 @@
 """The sharded parameters of a group, as it last saw them, and what the caller may have done to them since.
 
 Between passes the shards belong to the caller, who may replace, move, cast, freeze, unfreeze, rename and hook
-them. ``are_untouched`` looks for changes before the group communicates, in loops that run in C; only if it
-finds one does the group look closely (``ParameterGroup.adopt_changes``).
+them. ``are_untouched`` looks for changes before the group communicates; only if it finds one does the group
+look closely (``ParameterGroup.adopt_changes``).
+
+Twelve calls of a Python function cost as much as a collective of a small group. So what is asked at every
+unshard is one ``map`` over the group, which runs in C.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_not
+from operator import add, attrgetter, is_, is_not
 
 import torch
 from torch import nn
@@ -14,15 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.layout.fqns import clean, listed
-from shardwise.params.changes import ShardSnapshot
 from shardwise.params.parameter import Param
-from shardwise.params.replaced_parameter import find_replacement
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 _is_on_meta = attrgetter("flat_shard.bytes.is_meta")
 _local = attrgetter("local")
-
-_NOTHING_SEEN = ShardSnapshot(())
+_wants_gradient = attrgetter("requires_grad")
 
 
 class Shards:
@@ -43,19 +43,63 @@ class Shards:
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         """Modules that keep a list of their own of the parameters that are shown."""
-        self.snapshot = _NOTHING_SEEN
-        """All of them as they were looked at last: empty before their first unshard."""
+        self._is_known = False  # before their first unshard
+        self._look_at(())
 
     # --- changes ----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take a new snapshot: what they are now is known."""
-        self.snapshot = ShardSnapshot(self.params)
+        """What they are now is known, until the next look."""
+        self._is_known = True
+        self._look_at(self.params)
+
+    def _look_at(self, params: Sequence[Param]) -> None:
+        places = [(site, param) for param in params for site in param.sites]
+        self._modules = [site.module for site, _ in places]
+        self._names = [site.name for site, _ in places]
+        self._standing = [param.sharded for _, param in places]
+        self._sharded = [param.sharded for param in params]
+        self._locals = [param.local for param in params]
+        self._original_post_hooks = [param.original_post_hooks for param in params]
+        self._trained = [param.sharded.requires_grad for param in params]
+        self._version_bases = [param.version_base for param in params]
+        self._has_version_bases = any(self._version_bases)
 
     def are_untouched(self, unsharded: Sequence[nn.Parameter]) -> bool:
-        """True if they are as they were looked at last, and ``requires_grad`` agrees with ``unsharded``."""
-        is_known = self.snapshot is not _NOTHING_SEEN
-        return is_known and self.snapshot.is_untouched(unsharded) and not any(map(_is_on_meta, self.buckets))
+        """True if each is registered where it was, over the same memory, and ``requires_grad`` is as it was,
+        as it is for the ``unsharded`` parameters if there are any."""
+        if not self._is_known:
+            return False
+        standing = map(dict.get, map(nn_modules.parameters, self._modules), self._names)
+        with tensor_impl.plain_access():
+            return (
+                all(map(is_, standing, self._standing))
+                and all(map(is_, map(dtensor.local_tensor, self._sharded), self._locals))
+                and list(map(_wants_gradient, self._sharded)) == self._trained
+                and (not unsharded or list(map(_wants_gradient, unsharded)) == self._trained)
+            )
+
+    def are_as_trainable(self) -> bool:
+        """True if none was frozen or unfrozen."""
+        with tensor_impl.plain_access():
+            return list(map(_wants_gradient, self._sharded)) == self._trained
+
+    def versions(self) -> list[int]:
+        """For each a number that grows with every in-place change that torch counts."""
+        with tensor_impl.plain_access():
+            counted = list(
+                map(add, map(tensor_impl.version, self._sharded), map(tensor_impl.version, self._locals))
+            )
+        return list(map(add, counted, self._version_bases)) if self._has_version_bases else counted
+
+    def have_no_gradient_hooks(self) -> bool:
+        """True if none has gradient hooks."""
+        with tensor_impl.plain_access():
+            return not (
+                any(self._original_post_hooks)
+                or any(map(autograd.gradient_hooks, self._sharded))
+                or any(map(autograd.post_accumulate_hooks, self._sharded))
+            )
 
     def are_elsewhere(self) -> bool:
         """True if some have no values yet, or lie somewhere else than in the flat shards."""
@@ -64,7 +108,7 @@ class Shards:
 
     def adopt_replaced(self) -> None:
         """Adopt parameters that the caller has registered in place of ours."""
-        replacements = [(param, find_replacement(param)) for param in self.params]
+        replacements = [(param, param.find_replacement()) for param in self.params]
         _refuse_new_ties(replacements)
         for param, new in replacements:
             if new is not None:

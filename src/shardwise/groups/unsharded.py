@@ -6,13 +6,13 @@ Owns the state of the parameters (states.py). The root decides *when*.
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.unsharded_bucket import UnshardedBucket
+from shardwise.buckets.bucket import UnshardedBucket
 from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish
 from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
@@ -32,12 +32,8 @@ from shardwise.torch_compat import autograd, dtensor, tensor_impl
 from shardwise.torch_compat.functorch import innermost
 from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
-
-class Observer(Protocol):
-    """Called with every event and the name of its group."""
-
-    def __call__(self, event: str, name: str, /) -> None:
-        """``event`` has happened to the group of this name."""
+Observer = Callable[[str, str], None]
+"""Called with every event and the name of its group."""
 
 
 class StreamUsers:
@@ -103,7 +99,8 @@ class Unsharded:
         self.observer: Observer | None = None
         self.awaited = Wait("all-gather", shards.name, list)
         self.keeps_storage = False
-        self._work: CommWork | None = None
+        self.work: CommWork | None = None
+        """The all-gather that nobody has waited for."""
         self._users = StreamUsers()
         self._keeps_parts = False  # of what a few ranks keep together
         self.drop()
@@ -111,7 +108,7 @@ class Unsharded:
     def drop(self) -> None:
         """Drop them; the next unshard makes new ones."""
         self.buckets: list[UnshardedBucket] = []
-        self.params: tuple[nn.Parameter, ...] = ()
+        self.full_params: tuple[nn.Parameter, ...] = ()
         self.is_made = False
         """Whether the next unshard finds them."""
         self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
@@ -135,14 +132,14 @@ class Unsharded:
             self.buckets = [bucket.make_unsharded() for bucket in shards.buckets]
         for bucket in self.buckets:
             bucket.buffer.keep_memory(self.keeps_storage)
-        self.params = tuple(full for bucket in self.buckets for full in bucket.params)
-        self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.params)
+        self.full_params = tuple(full for bucket in self.buckets for full in bucket.full_params)
+        self._freed = tuple(full for b in self.buckets if not b.buffer.is_alias for full in b.full_params)
         self._versions_of_freed = (FREED,) * len(self._freed)
-        self.are_shards = bool(self.params) and not self._freed
+        self.are_shards = bool(self.full_params) and not self._freed
         self.is_made = True
         self._places = [
             (site.module.__dict__, site.name, full)
-            for param, full in zip(shards.params, self.params, strict=True)
+            for param, full in zip(shards.params, self.full_params, strict=True)
             for site in param.sites
         ]
 
@@ -155,7 +152,7 @@ class Unsharded:
         if self.state is SHARDED:
             if self.streams.are_device_streams:
                 self._users = StreamUsers()
-            if not self.is_made or not self._shards.are_untouched(self.params):
+            if not self.is_made or not self._shards.are_untouched(self.full_params):
                 self._prepare()
         self._start()
 
@@ -165,16 +162,16 @@ class Unsharded:
         Uses the shards that forward used, even if others were assigned to the modules since. Autograd detects
         changes in place by their versions. Changes of ``requires_grad`` are followed.
         """
-        if not self.params:
+        if not self.full_params:
             self.unshard()
             return
-        if not self._shards.snapshot.is_as_trainable():
+        if not self._shards.are_as_trainable():
             self._adopt_freezing()
         self._start()
 
     def unshard_ahead(self) -> None:
         """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
-        if not self.params:
+        if not self.full_params:
             self.unshard()
         else:
             self._start()
@@ -184,7 +181,7 @@ class Unsharded:
             return
         state = UNSHARD_STATES.get((self.state, "unshard")) or self._refuse("unshard")
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self._versions = self._shards.snapshot.versions()
+            self._versions = self._shards.versions()
         if self.observer is not None:
             self.observer("unshard", self._shards.name)
         stream, buckets = self.streams.all_gather, self.buckets
@@ -195,7 +192,7 @@ class Unsharded:
             start = partial(_start_all_gathers, stream, buckets)
         if self.streams.are_labelled:
             start = autograd.labelled(f"shardwise.all-gather {self._shards.name}", start)
-        self._work = stream.submit(start, awaited=self.awaited)
+        self.work = stream.submit(start, awaited=self.awaited)
         self.state = state
 
     def wait(self) -> None:
@@ -211,27 +208,22 @@ class Unsharded:
         self._finish_all_gather()
         if self._keeps_parts:
             self._free_parts()
-        autograd.set_versions(self.params, self._versions)  # their contents are those of the shards
+        autograd.set_versions(self.full_params, self._versions)  # their contents are those of the shards
         self.show()
         self.state = state
 
     def _finish_all_gather(self) -> None:
-        assert self._work is not None
-        self._work.wait()
+        assert self.work is not None
+        self.work.wait()
         if self.streams.are_device_streams:
-            self._users.gathered(self._work.end)
+            self._users.gathered(self.work.end)
         # Only now: after a failure the next wait for it does nothing, and the state goes on.
-        self._work = None
+        self.work = None
 
     def wait_if_on_the_way(self) -> None:
         """As ``wait``, unless they were resharded meanwhile."""
         if self.state in (UNSHARDING, UNSHARDED):
             self.wait()
-
-    @property
-    def in_flight(self) -> CommWork | None:
-        """The all-gather that nobody has waited for, if there is one."""
-        return self._work
 
     # --- what modules see -------------------------------------------------------------------------
 
@@ -256,14 +248,6 @@ class Unsharded:
                     del attributes[name]
             if self._shards.rnns:
                 refresh_flat_weights(self._shards.rnns)
-
-    def summon(self) -> None:
-        """Enter SUMMONED: the caller replaces the registered shards with full parameters."""
-        self._step("summon")
-
-    def end_summon(self) -> None:
-        """Leave SUMMONED: the shards are registered again."""
-        self._step("end_summon")
 
     # --- reshard ----------------------------------------------------------------------------------
 
@@ -306,7 +290,7 @@ class Unsharded:
             self._free(SHARDED)
 
     def _drop_parts(self) -> None:
-        self._step("reshard")
+        self.step("reshard")
         with self.streams.all_gather.allocation_scope():
             self._free_parts()
 
@@ -342,7 +326,7 @@ class Unsharded:
     def keep_storage(self, keep: bool) -> None:
         """Choose whether they keep their memory while they are resharded."""
         self.keeps_storage = keep
-        if not self.params:
+        if not self.full_params:
             return
         for bucket in self.buckets:
             bucket.buffer.keep_memory(keep)
@@ -356,11 +340,11 @@ class Unsharded:
     def sync_versions(self) -> None:
         """Take over the versions of the shards, whose contents are the same."""
         self._versions = [param.version() for param in self._shards.params]
-        autograd.set_versions(self.params, self._versions)
+        autograd.set_versions(self.full_params, self._versions)
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""
-        if self._shards.snapshot.versions() == self._versions:
+        if self._shards.versions() == self._versions:
             return []
         rows = zip(self._shards.params, self._versions, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
@@ -379,7 +363,7 @@ class Unsharded:
         changed: list[str] = []
         for bucket in self.buckets:
             changed += bucket.relocated_params()
-        versions = list(map(tensor_impl.version, self.params))
+        versions = list(map(tensor_impl.version, self.full_params))
         if versions == self._versions:
             return changed
         for param, now, before in zip(self._shards.params, versions, self._versions, strict=True):
@@ -391,7 +375,7 @@ class Unsharded:
     @property
     def can_be_compared(self) -> bool:
         """False if they have to be unsharded again, whether or not the contents of the shards changed."""
-        return all(bucket.can_be_compared for bucket in self.buckets)
+        return self._shards.are_untouched(self.full_params) and all(b.can_be_compared for b in self.buckets)
 
     def differ(self) -> Tensor:
         """Whether this rank's shards changed since the all-gather, as a bool on the device."""
@@ -416,7 +400,7 @@ class Unsharded:
         """
         if self.state is not UNSHARDED:
             return False
-        if any(map(partial(is_, tensor), self.params)):
+        if any(map(partial(is_, tensor), self.full_params)):
             return True
         if isinstance(tensor, DTensor):
             tensor = dtensor.local_tensor(tensor)
@@ -425,7 +409,8 @@ class Unsharded:
         address = innermost(tensor).data_ptr()
         return any(bucket.buffer.holds(address) for bucket in self.buckets)
 
-    def _step(self, event: str) -> None:
+    def step(self, event: str) -> None:
+        """Go to the next state; ``summon`` and ``end_summon`` are all that the caller does."""
         self.state = UNSHARD_STATES.get((self.state, event)) or self._refuse(event)
 
     def _refuse(self, event: str) -> NoReturn:
@@ -472,17 +457,13 @@ def _is_renormalised(param: Param) -> bool:
 
 
 def _refuse_changes(shards: Shards, changed: list[str]) -> NoReturn:
-    renormalised = [p.fqn for p in shards.params if p.fqn in changed and _is_renormalised(p)]
-    if renormalised:
-        raise RuntimeError(
-            f"{', '.join(renormalised)}: nn.Embedding(max_norm=...) renormalises rows of its weight in "
-            f"place in each forward, here those of an unsharded copy (group '{shards.name}'). The shard "
-            "would keep the rows as they were, and training would go another way than in plain PyTorch. "
-            "Set max_norm to None and renormalise the shard after each optimizer step, under "
-            "torch.no_grad(). A frozen weight is allowed: requires_grad_(False)."
+    what_to_do = "Change the sharded parameter outside of forward, under torch.no_grad()."
+    if any(param.fqn in changed and _is_renormalised(param) for param in shards.params):
+        what_to_do = (
+            "nn.Embedding(max_norm=...) renormalises rows of its weight in each forward: set max_norm to "
+            "None and renormalise the shard after each optimizer step, under torch.no_grad(); or freeze it."
         )
     raise RuntimeError(
-        f"{', '.join(changed)}: changed in place while unsharded (group '{shards.name}'). Inside "
-        "forward a module sees an unsharded copy, which is now freed, so the change would be "
-        "lost. Change the sharded parameter outside of forward, under torch.no_grad()."
+        f"{', '.join(changed)}: changed in place while unsharded (group '{shards.name}'). Inside forward a "
+        f"module sees an unsharded copy, which is now freed, so the change would be lost. {what_to_do}"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from shardwise.init.inventory import Inventory, refuse_what_is_missing
 from shardwise.init.meta_memory import give_memory, named_tensors
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean, listed
-from shardwise.layout.mesh import Axis, all_reduce_max, axes_of
+from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
@@ -107,7 +108,9 @@ def materialize(
         return inventory
 
     told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
-    inventory = _agreed(axes_of_model(model), device_of_model(model), look, "materialize", told)
+    inventory = run_on_all_ranks(
+        axes_of_model(model), device_of_model(model), look, caller="materialize", same=told
+    )
     all_fresh = all(
         placeholder.is_empty
         for placeholder in inventory.placeholders.values()
@@ -161,14 +164,14 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     _check_module(model, "sync_module_states")
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
-    told = {"src": src}
-    _agreed(axes, comm_device, lambda: _check_syncable(model, src), "sync_module_states", told)
+    check = partial(_check_syncable, model, src)
+    run_on_all_ranks(axes, comm_device, check, caller="sync_module_states", same={"src": src})
     broadcast = Broadcast(axes, src, comm_device)
     if not axes or are_fake(axes, comm_device):
         _refuse_meta(named_tensors(model), "sync_module_states")
         return
     infos = broadcast.object(tensor_infos(named_tensors(model)))
-    _agreed(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
+    run_on_all_ranks(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
     try:
         make_equal(named_tensors(model), infos, broadcast, comm_device)
         for param in [
@@ -213,7 +216,7 @@ def check_replicas(model: nn.Module) -> None:
         _module_states_at_rest(model, "check_replicas")
         _refuse_meta(named, "check_replicas")
 
-    _agreed(axes_of(tensor for _, tensor in named), device_of_model(model), check)
+    run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
     if named:
         refuse_unequal(named, device_of_model(model))
 
@@ -282,20 +285,6 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 # --- small things ---------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-def _agreed(
-    axes: Sequence[Axis],
-    device: torch.device,
-    check: Callable[[], T],
-    caller: str = "",
-    same: dict[str, Any] | None = None,
-) -> T:
-    """What ``check()`` returns, once it has passed on all ranks that there are, with the same arguments."""
-    return run_on_all_ranks([] if are_fake(axes, device) else axes, device, check, caller=caller, same=same)
 
 
 def _check_module(model: Any, caller: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import owner_of
 from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
 from shardwise.layout.fqns import listed, names_in
 from shardwise.ranks.model_ranks import mesh_device

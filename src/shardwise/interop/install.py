@@ -20,7 +20,7 @@ from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.interop.stand_ins import stand_in_for, summon_stand_in
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.setup.forward_methods import register_fsdp_forward_method, share_comm_ctx
+from shardwise.setup.hooks import register_fsdp_forward_method, share_comm_ctx
 
 _log = logging.getLogger("shardwise")
 

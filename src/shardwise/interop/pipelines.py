@@ -189,7 +189,7 @@ def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
     if {id(module_state.group) for module_state in module_states} != {id(group) for group in root.groups}:
         raise ValueError(
             f"PipelineStage {stage_index}: its module, a {type(module).__name__}, and what fully_shard has "
-            f"sharded as one model ({root.label}) are not the same, so that its steps would not be theirs. "
+            f"sharded as one model ('{root.name}') are not the same, so that its steps would not be theirs. "
             "Call fully_shard on the module of each stage itself, and on no module around several stages."
         )
     microbatches = root.find(Microbatches)

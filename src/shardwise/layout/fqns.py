@@ -1,4 +1,4 @@
-"""Names of modules and parameters, as the model was written.
+"""Names of modules and parameters, as the model was written, and lists of names and ranks for messages.
 
 ``torch.compile(module)`` and ``checkpoint_wrapper(module)`` return a module around the one they were given,
 which puts a part of its own into all names inside. Here they are left out: a module and the wrappers around
@@ -10,10 +10,14 @@ it have one name.
 """
 
 from collections.abc import Iterable
+from itertools import groupby
+from typing import TypeVar
 
 from torch import nn
 
 from shardwise.torch_compat import nn_modules
+
+T = TypeVar("T")
 
 
 def clean(name: str) -> str:
@@ -39,3 +43,22 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
+
+
+def listed_ranks(ranks: Iterable[int], limit: int = 8) -> str:
+    """``ranks`` for a message, neighbours as a range: ``rank 3``, ``ranks 0-2, 5``."""
+    every = sorted(ranks)
+    neighbours = groupby(enumerate(every), lambda each: each[1] - each[0])
+    runs = [[rank for _, rank in run] for _, run in neighbours]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:limit]]
+    num_left = sum(map(len, runs[limit:]))
+    more = f" and {num_left} more" if num_left else ""
+    return f"{'rank' if len(every) == 1 else 'ranks'} {', '.join(shown)}{more}"
+
+
+def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """The ranks of each value, from values by rank."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks

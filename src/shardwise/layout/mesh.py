@@ -170,8 +170,8 @@ class ShardMesh:
         for placement in tensor.placements:
             if placement.is_partial():
                 raise ValueError(
-                    f"{where} is a DTensor with the placement {placement}: its ranks hold parts of a sum, "
-                    "which cannot be trained. Redistribute it to Shard(...) or Replicate() first."
+                    f"{where} is a DTensor with the placement {placement}, a part of a sum, which cannot be "
+                    "trained. Redistribute it to Shard(...) or Replicate() first."
                 )
 
     def _slice_like(self, inner: DeviceMesh, where: str) -> DeviceMesh:
@@ -180,27 +180,20 @@ class ShardMesh:
         if common := [name for name in theirs if name in ours]:
             raise ValueError(
                 f"{where} is a DTensor on the mesh {_shape_text(inner)}, whose dimension '{common[0]}' is "
-                f"also one of the mesh {_shape_text(self.mesh)} that fully_shard shards over: a dimension "
-                "can be used once only. Pass fully_shard another dimension of the root mesh, or name the "
-                "data-parallel ones with dp_mesh_dims."
+                f"also one of the mesh {_shape_text(self.mesh)} of fully_shard: a dimension can be used once "
+                "only. Pass another dimension of the root mesh, or name the data-parallel ones with "
+                "dp_mesh_dims."
             )
         root = self._root
-        if not (ours and theirs):
-            raise ValueError(
-                f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
-                f"{_shape_text(self.mesh)}: without names for their dimensions the two cannot be put "
-                "together. "
-                "Make both slices of one init_device_mesh(..., mesh_dim_names=...)."
-            )
-        if root == dtensor.root_mesh(inner):
+        if ours and theirs and root == dtensor.root_mesh(inner):
             return inner
         # DTensor's caches may hand out a mesh that is equal to ours but was sliced from another root.
         if theirs and set(theirs) <= set(root.mesh_dim_names or ()) and root[theirs] == inner:
             return root[theirs]
         raise ValueError(
             f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
-            f"{_shape_text(self.mesh)}: the two do not share a root, so their ranks cannot be related. Slice "
-            "both from one init_device_mesh(..., mesh_dim_names=...)."
+            f"{_shape_text(self.mesh)}: the two do not share a root with names, so their ranks cannot be "
+            "related. Make both slices of one init_device_mesh(..., mesh_dim_names=...)."
         )
 
 
@@ -229,8 +222,8 @@ class FullMesh:
                 assert self.mesh.mesh_dim_names is not None
                 raise ValueError(
                     f"{where} is a DTensor with {placement} on the mesh dimension "
-                    f"'{self.mesh.mesh_dim_names[index]}', which dp_mesh_dims names as data-parallel; it "
-                    "must be Replicate() there: fully_shard does the sharding over that dimension."
+                    f"'{self.mesh.mesh_dim_names[index]}', which dp_mesh_dims names as data-parallel. It "
+                    "must be Replicate() there: fully_shard shards it."
                 )
         placed = [
             tensor.placements[source] if isinstance(source, int)
@@ -274,10 +267,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
     """
     if mesh is None:
         if dims is not None:
-            raise ValueError(
-                "fully_shard: dp_mesh_dims names dimensions of a mesh, but mesh is None. Pass the mesh."
-            )
-        mesh = _default_mesh()
+            raise ValueError("fully_shard: dp_mesh_dims names dimensions of a mesh, which is None. Pass it.")
+        mesh = init_device_mesh(default_device_type("fully_shard"), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"fully_shard: mesh is a {type(mesh).__name__}, not a DeviceMesh. Make one with "
@@ -285,17 +276,17 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, so it "
-            "would have no shard. Call fully_shard only on the ranks of the mesh."
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Call fully_shard "
+            "only on the ranks of the mesh."
         )
     device = device_of(mesh)
     if dims is not None:
         return _resolve_named(mesh, dims, device)
     if mesh.ndim > 2:
         raise ValueError(
-            f"fully_shard: the mesh has {mesh.ndim} dimensions {_shape_text(mesh)}; pass one (shard) or two "
+            f"fully_shard: the mesh has {mesh.ndim} dimensions {_shape_text(mesh)}. Pass one (shard) or two "
             "(replicate, shard) of them, as mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims "
-            "which are data-parallel. Dimensions of tensor parallelism are found at the parameters."
+            "which are data-parallel."
         )
     if mesh.ndim == 1:
         return ShardMesh(mesh, _axis(mesh, 0), ALONE, device, ("shard",))
@@ -309,7 +300,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
     if not chosen:
         raise ValueError(
             "fully_shard: dp_mesh_dims names no dimension. Pass DataParallelMeshDims(shard=..., "
-            "replicate=...) with names in one of them or both."
+            "replicate=...) with names in one or both."
         )
     for name in chosen:
         if name not in known:
@@ -347,20 +338,15 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
 
 
 def _names(dims: Any, role: str) -> tuple[str, ...]:
-    try:
-        value = getattr(dims, role)
-    except AttributeError:
+    if not hasattr(dims, role):
         raise TypeError(
             f"fully_shard: dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=..., "
             "replicate=...)."
-        ) from None
+        )
+    value = getattr(dims, role)
     names: tuple[Any, ...] = tuple(value or ()) if isinstance(value, (tuple, list, type(None))) else (value,)
     if not all(isinstance(name, str) for name in names):
-        wrong = next(name for name in names if not isinstance(name, str))
-        raise TypeError(
-            f"fully_shard: dp_mesh_dims.{role} is {value!r}, with a {type(wrong).__name__} in it; pass names "
-            "of mesh dimensions."
-        )
+        raise TypeError(f"fully_shard: dp_mesh_dims.{role} is {value!r}; pass names of mesh dimensions.")
     return names
 
 
@@ -373,23 +359,19 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     served = c10d.group_devices(pg)
     if served and mesh.device_type not in served:
         raise ValueError(
-            f"fully_shard: the mesh is of device type '{mesh.device_type}', but its process group "
-            f"has back ends only for {sorted(served)}; its collectives would fail or crash. Pass "
-            f"init_process_group a back end for '{mesh.device_type}', or make the mesh for another device."
+            f"fully_shard: the mesh is of device type '{mesh.device_type}', but its process group has back "
+            f"ends only for {sorted(served)}. Pass init_process_group a back end for '{mesh.device_type}', "
+            "or make the mesh for another device."
         )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     if coordinate[dim] != mesh.get_local_rank(dim):
         raise ValueError(
-            f"fully_shard: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, in "
-            "which process groups have them: the rows of a parameter would lie on other ranks than the mesh "
-            "says. Make the mesh with ascending ranks along each dimension."
+            f"fully_shard: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, as "
+            "process groups do: rows of a parameter would lie on other ranks than the mesh says. Make the "
+            "mesh with ascending ranks along each dimension."
         )
     return Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
-
-
-def _default_mesh() -> DeviceMesh:
-    return init_device_mesh(default_device_type("fully_shard"), (dist.get_world_size(),))
 
 
 def default_device_type(caller: str) -> str:
@@ -426,8 +408,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     module = torch.get_device_module(mesh.device_type)
     if not module.is_available():
         raise RuntimeError(
-            f"fully_shard: the mesh is of device type '{mesh.device_type}', but this process has no such "
-            "device, or torch was built without it. Make the mesh for 'cpu', or run where the device is."
+            f"fully_shard: the mesh is of device type '{mesh.device_type}', which this process does not "
+            "have, or torch was built without it. Make the mesh for 'cpu', or run where the device is."
         )
     return torch.device(mesh.device_type, module.current_device())
 

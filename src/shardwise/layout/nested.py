@@ -78,31 +78,12 @@ def replace_tensors(output: Any, new: Mapping[int, Tensor]) -> Any:
     """``output`` with tensors replaced, ``new`` going by the id of the old.
 
     Raises:
-        NotAContainer: a tensor to be replaced is in an object that cannot be rebuilt.
+        NotAContainer: a tensor to be replaced is in an object that ``map_tensors`` leaves alone.
     """
-    return _replace(output, new, ())
-
-
-def _replace(value: Any, new: Mapping[int, Tensor], around: tuple[int, ...]) -> Any:
-    if isinstance(value, Tensor):
-        return new.get(id(value), value)
-    if isinstance(value, _LEAVES) or not any(id(t) in new for t in find_tensors(value)):
-        return value
-    if id(value) in around:
-        raise NotAContainer(f"{type(value).__name__} that contains itself")
-    inside = (*around, id(value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(child, new, inside) for child in value))
-    if type(value) in (tuple, list):
-        return type(value)(_replace(child, new, inside) for child in value)
-    if type(value) is dict:
-        return {key: _replace(child, new, inside) for key, child in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, (Mapping, list, tuple)):
-        changed = copy.copy(value)
-        for name in list(_attributes(value)):
-            object.__setattr__(changed, name, _replace(getattr(value, name), new, inside))
-        return changed
-    raise NotAContainer(type(value).__name__)
+    replaced = map_tensors(output, lambda tensor: new.get(id(tensor), tensor))
+    if any(id(tensor) in new for tensor in find_tensors(replaced)):
+        raise NotAContainer(type(output).__name__)
+    return replaced
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

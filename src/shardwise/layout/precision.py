@@ -1,12 +1,13 @@
-"""The dtypes of a parameter and its gradient: stored, computed, accumulated, reduced, kept."""
+"""Mixed precision: the dtypes of a parameter and its gradient, and the casts around forward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise.layout.nested import find_tensors, find_tensors_in_trace, map_tensors
 from shardwise.policies import MixedPrecisionPolicy
 
 
@@ -55,7 +56,6 @@ class PrecisionRule:
     def __init__(self, policy: Any, modules: list[nn.Module], managed_modules: list[nn.Module]) -> None:
         self._policy = policy
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
-        self._overridden: dict[int, bool] = {}  # by the parameter's id: it is asked once
         self._predicate: Callable[..., bool] | None = None
         self.full_precision_modules: list[nn.Module] = []
         """The managed modules of the classes given, whose inputs have to fit their parameters."""
@@ -82,22 +82,15 @@ class PrecisionRule:
             TypeError: the policy's function returned what is no dtype.
             ValueError: it returned another dtype than those of the parameter and of the policy.
         """
-        is_overridden = self._is_overridden(places[0][0], param)
+        computes_as_stored = self._override is not None and self._asks_for_own(places[0][0], param)
         if any(self._is_full(name, module, param) for name, module in places):
             return None
-        return _computing_as_stored(self._policy) if is_overridden else self._policy
+        return _computing_as_stored(self._policy) if computes_as_stored else self._policy
 
     def _is_full(self, name: str, module: nn.Module, param: nn.Parameter) -> bool:
         if self._predicate is not None:
             return bool(self._predicate(name, module, param))
         return module in self._inside
-
-    def _is_overridden(self, name: str, param: nn.Parameter) -> bool:
-        if self._override is None:
-            return False
-        if id(param) not in self._overridden:
-            self._overridden[id(param)] = self._asks_for_own(name, param)
-        return self._overridden[id(param)]
 
     def _asks_for_own(self, name: str, param: nn.Parameter) -> bool:
         dtype = self._override(param)
@@ -122,3 +115,58 @@ def _computing_as_stored(policy: Any) -> MixedPrecisionPolicy:
         accumulate_dtype=getattr(policy, "accumulate_dtype", None),
         keep_low_precision_grads=getattr(policy, "keep_low_precision_grads", False),
     )
+
+
+# --- casts around forward -------------------------------------------------------------------------
+
+
+class Casts:
+    """The casts of one module's forward: of its inputs, and of its outputs."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        casts_inputs = getattr(policy, "cast_forward_inputs", True)
+        self._input = policy.param_dtype if policy is not None and casts_inputs else None
+        self._output = getattr(policy, "output_dtype", None)
+        self.casts_inputs = self._input is not None
+        self.casts_output = self._output is not None
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The inputs, cast for forward; None if they stay as they are."""
+        if self._input is None:
+            return None
+        return map_tensors(args, self._cast_input), map_tensors(kwargs, self._cast_input)
+
+    def output(self, output: Any) -> Any:
+        """The output, cast for the caller."""
+        dtype = self._output
+        return output if dtype is None else map_tensors(output, lambda t: _cast(t, dtype))
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        assert self._input is not None
+        return _cast(tensor, self._input)
+
+
+def cast_around(module: nn.Module) -> None:
+    """Hook ``module``, kept in full precision: its inputs are cast to its own dtype, its outputs back."""
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if own is None:
+        return
+    given: list[torch.dtype] = []  # input dtypes of the running calls; a module may call itself
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        find = find_tensors_in_trace if torch.compiler.is_dynamo_compiling() else find_tensors
+        tensors = find((args, kwargs))
+        given.append(next((t.dtype for t in tensors if t.is_floating_point()), own))
+        return map_tensors((args, kwargs), lambda t: _cast(t, own))
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        dtype = given.pop() if given else own
+        return map_tensors(output, lambda t: _cast(t, dtype))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

@@ -13,7 +13,7 @@ dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so tha
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 from shardwise.layout.chunks import chunk_range
@@ -143,3 +143,53 @@ def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) 
             position += 1
         made.insert(position, Cut(mesh_dim, dim))
     return tuple(made)
+
+
+# --- coverage -------------------------------------------------------------------------------------
+
+
+def why_not_covered(size: Sequence[int], chunks: Sequence[Region]) -> str | None:
+    """What is wrong with `chunks` as the parts of a tensor of `size`; None: they are all of it.
+
+    size (7, 4)     chunks at rows 0, 3 and 5     of 3, 2 and 2 rows     covered
+                                   0, 3 and 4        3, 2 and 2          rows 4 twice, row 6 never
+    """
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            o < 0 or n < 0 or o + n > whole
+            for o, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            return f"a chunk of {chunk.sizes} at {chunk.offsets} is not inside of {tuple(size)}"
+    chunks = [chunk for chunk in chunks if chunk.numel]
+    if (pair := _overlap(chunks)) is not None:
+        one, other = pair
+        return f"chunks of {one.sizes} at {one.offsets} and of {other.sizes} at {other.offsets} overlap"
+    there, all_of_it = sum(chunk.numel for chunk in chunks), prod(size)
+    if there != all_of_it:
+        return f"its chunks have {there} of {all_of_it} elements"
+    return None
+
+
+def _overlap(chunks: Sequence[Region]) -> tuple[Region, Region] | None:
+    """Two chunks that have elements in common. For grids in about n log n steps."""
+    if len(chunks) < 2:
+        return None
+    for dim in range(len(chunks[0].sizes)):
+        slabs = _slabs(chunks, dim)
+        if len(slabs) > 1:
+            return next((found for slab in slabs if (found := _overlap(slab)) is not None), None)
+    return next(
+        ((one, other) for one, other in combinations(chunks, 2) if one.intersection(other).numel), None
+    )
+
+
+def _slabs(chunks: Sequence[Region], dim: int) -> list[list[Region]]:
+    """`chunks` in groups whose extents along `dim` do not meet."""
+    slabs: list[list[Region]] = []
+    end = -1
+    for chunk in sorted(chunks, key=lambda each: each.offsets[dim]):
+        if chunk.offsets[dim] >= end:
+            slabs.append([])
+        slabs[-1].append(chunk)
+        end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+    return slabs

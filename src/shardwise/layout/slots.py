@@ -30,11 +30,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from shardwise.layout.chunks import chunk_range, chunk_size, round_up
 
 ALIGNMENT = 16
 """Shards and slots start on multiples of this: off it, copies and collectives are slow."""
+
+LARGEST_PACKED_BYTES = 16 << 20
+"""An unsharded parameter above this size would cost much memory if it were packed."""
+
+_SMALLEST_OF_LIMIT = 4
+"""Chunks of such parameters may be smaller than the limit by up to this factor."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Slot:
     """
 
     shape: tuple[int, ...]
-    dtype: Hashable
+    dtype: Any
     itemsize: int
     kind: Hashable
     granule: int
@@ -123,7 +130,7 @@ class Slot:
 class BufferSegment:
     """The bytes [start, end) of the flat shard, in which all parameters are of one kind."""
 
-    dtype: Hashable
+    dtype: Any
     start: int
     end: int
     slots: tuple[int, ...]
@@ -235,3 +242,34 @@ def plan_layout(
         slot_offset,
         packed_start,
     )
+
+
+def choose_direct(
+    chunk_bytes: Sequence[int], world: int, limit_bytes: float, max_direct: float
+) -> list[bool]:
+    """For each parameter, whether it is direct, by the bytes of its chunk.
+
+    A direct parameter is spared the copies through a packed buffer, and the memory of that buffer. It costs
+    one more collective, whose latency grows with the number of ranks, while what each rank sends of a
+    parameter shrinks. So what counts is the chunk, the part of one rank. By the limit of a back end of
+    256 KiB::
+
+        unsharded        chunk at 8 ranks    at 64       at 512
+        2 MiB            256 KiB  direct     packed      packed
+        24 MiB           direct              direct      48 KiB   packed: below a quarter of the limit
+        64 MiB           direct              direct      128 KiB  direct, for it is large
+
+    ``limit_bytes``: chunks from this size on are worth a collective of their own. ``max_direct``: at most
+    so many are direct, the largest first; a bucket of many experts would issue hundreds of collectives at
+    once.
+    """
+    smallest = limit_bytes / _SMALLEST_OF_LIMIT
+    direct = [
+        index
+        for index, size in enumerate(chunk_bytes)
+        if size >= limit_bytes or (size >= smallest and size * world > LARGEST_PACKED_BYTES)
+    ]
+    if len(direct) > max_direct:
+        direct = sorted(direct, key=lambda index: -chunk_bytes[index])[: int(max_direct)]
+    chosen = set(direct)
+    return [index in chosen for index in range(len(chunk_bytes))]

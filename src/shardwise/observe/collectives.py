@@ -85,4 +85,4 @@ def _count(
         counts.all_gather[name] += 1
     elif event == "reduce":
         counts.reduce_scatter[name] += shares
-        counts.all_reduce[name] += group.replicates and group.settings.requires_all_reduce
+        counts.all_reduce[name] += group.shards.are_replicated and group.settings.requires_all_reduce

@@ -170,7 +170,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
 
 def _snapshot_of(module_state: ModuleState) -> GroupSnapshot:
     group, storages = module_state.group, _Storages()
-    state, reason = group.unsharded.state, module_state.root.unsharded_groups.reason(group)
+    state, reason = group.unsharded.state, module_state.root.unsharded_groups.reasons.get(group)
     here, kept = bytes_of_unsharded(group)
     summoned = _summoned_params(group)
     return GroupSnapshot(
@@ -235,7 +235,7 @@ def _summoned_params(group: ParameterGroup) -> list[Tensor]:
 
 
 def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[Tensor | None]:
-    for full in (*group.unsharded.params, *summoned):
+    for full in (*group.unsharded.full_params, *summoned):
         yield full.grad
     for reduction in group.gradients.in_flight():
         yield from reduction.gradients
@@ -243,7 +243,7 @@ def _full_gradients(group: ParameterGroup, summoned: list[Tensor]) -> Iterator[T
 
 def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
     for param in group.shards.params:
-        yield param.gradient.reduced
+        yield param.reduced_gradient
     for reduction in group.gradients.in_flight():
         yield from reduction.buffers
     for bucket in group.buckets:

@@ -32,12 +32,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.comm.communicators import all_reduce
-from shardwise.groups.added_parameters import owner_of
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
 from shardwise.optim.passed_parameters import PassedParameters
+from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
-from shardwise.params.sharded_gradient import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
 # The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
@@ -376,7 +375,7 @@ class NormPlan:
             sent = own.new_zeros(world * round_up(own.numel() + 1, 4))
             all_of_them, numbers = sent[: world * own.numel()].view(world, *own.shape), sent[-world:]
             all_of_them[rank], numbers[rank] = own, passed.number
-            all_reduce(axis.pg, [sent], is_async=False)()
+            dist.all_reduce(sent, group=axis.pg)
             passed.compare(numbers)
             for position, index in enumerate(taking):
                 of_ranks = all_of_them[:, position]

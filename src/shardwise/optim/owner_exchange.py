@@ -33,9 +33,9 @@ from shardwise.layout.regions import Region, Split
 from shardwise.layout.slots import ALIGNMENT
 from shardwise.optim.owners import Block, BlockCost, BlockKey, BlockPiece, OwnerPlan, Pieces, Placed, Round
 from shardwise.params.replaced_parameter import name_of_replaced
-from shardwise.ranks.agreement import from_all, run_on_all_ranks
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.ranks.model_ranks import own_rank
+from shardwise.ranks.model_ranks import gather_from_all, own_rank
 from shardwise.torch_compat import c10d, dtensor, foreach
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class OwnerExchange:
             for each in self._among:
                 try:
                     run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
-                    found |= from_all(each.ranks.axes, own)
+                    found |= gather_from_all(each.ranks.axes, own)
                 except Exception as error:
                     problem = error
         if problem is not None:
@@ -321,7 +321,7 @@ class _RankExchange:
 
     def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if there is a problem on any, or if they would not exchange the same."""
-        told = {"the tensors": self._digest, **same}
+        told = {**same, "the tensors": self._digest}
         run_on_all_ranks(
             self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
         )

@@ -17,17 +17,20 @@ found before anything is written.
 """
 
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.muon import Muon
@@ -39,10 +42,12 @@ from shardwise.optim.owner_exchange import (
     Stack,
     Travel,
     check_divisible,
+    known_name,
     local_gradient,
     names_of,
 )
 from shardwise.optim.owners import Block, BlockKey
+from shardwise.params.parameter import Param
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.ranks.rank_group import RankGroup
@@ -54,6 +59,9 @@ Changes = dict[int, dict[str, Any]]
 """What a step has changed in param groups, by their numbers; a number for each group that was stepped."""
 
 STEP = "WholeParameters.step"
+
+
+_stepped_by: "WeakKeyDictionary[Param, weakref.ref[WholeParameters]]" = WeakKeyDictionary()
 
 
 class WholeParameters(Optimizer):
@@ -80,9 +88,10 @@ class WholeParameters(Optimizer):
         ValueError: a parameter cannot be put together, by name; the class needs ``single_owner``; ranks pass
             different classes, options or parameters. All ranks raise.
 
-    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``. A step raises on
-    all of them where some have a gradient that others lack; where the class raises in the first step, no
-    parameter has changed. Random numbers, if the class draws any, are drawn by each instance.
+    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``, in which the
+    host waits once for a device. A step raises on all ranks where some have a gradient that others lack;
+    where the class raises in the first step, no parameter has changed. Random numbers, if the class draws
+    any, are drawn by each instance.
 
     ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
     what it owns of what it is given, so that the state of the plain class in one process may be loaded on
@@ -232,6 +241,7 @@ class WholeParameters(Optimizer):
     def _forget_plan(self) -> None:
         self._exchange = None
         self._instances: dict[RoundKey, _Instance] = {}
+        self._state_beside = _beside_parameters(vars(self).get("state", {}))
         self._is_first_step = True
         self._waits_for_changes = True  # until a step has shown that the class does not change its groups
         self._problem: Exception | None = None
@@ -246,6 +256,7 @@ class WholeParameters(Optimizer):
                 for group in self.param_groups
             ],
             "single_owner": self._single_owner,
+            "parameters": self._names,  # of one shape, they may be in another order
         }
         made.agree(caller, range(len(self._params)), None, same)
 
@@ -254,18 +265,22 @@ class WholeParameters(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: all but the plan and its instances."""
         kept = ("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made")
-        return super().__getstate__() | {key: vars(self)[key] for key in kept}
+        owners = [self._owner_of[param] for param in self._params]
+        return super().__getstate__() | {key: vars(self)[key] for key in kept} | {"owners": owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Go on with another state: loaded, or unpickled."""
-        vars(self).setdefault("_owner_of", {})
-        vars(self).setdefault("_grad_dtypes", {})
-        super().__setstate__(state)
-        self._forget_plan()
-        self._plan([param for group in self.param_groups for param in group["params"]])
-        for param, values in self.state.items():
+        others = dict(state)
+        owners = others.pop("owners", None)
+        for param, values in others.get("state", {}).items():
             if isinstance(param, Tensor):
-                _check_plain(values, self._names[self._index[param]], self.optimizer_class.__name__)
+                _check_plain(values, known_name(param) or f"a parameter of shape {tuple(param.shape)}")
+        super().__setstate__(others)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if owners is not None:
+            self._owner_of = dict(zip(params, owners, strict=True))
+            self._grad_dtypes = {}
+        self._plan(params)
         kept = {k: v for k, v in self.state.items() if not isinstance(k, Tensor) or self.owns(k)}
         self.state = defaultdict(dict, kept)
 
@@ -301,6 +316,7 @@ class WholeParameters(Optimizer):
         exchange, problem = self._made(), self._problem
         shards: _Shards | None = None
         try:
+            self._refuse_other_optimizers()
             shards = _Shards(self._params, self._names)
         except Exception as error:
             problem = problem or error
@@ -308,6 +324,19 @@ class WholeParameters(Optimizer):
         assert shards is not None
         self._step_rounds(exchange, shards)
         return loss
+
+    def _refuse_other_optimizers(self) -> None:
+        for param, name in zip(self._params, self._names, strict=True):
+            if param.grad is None or (found := bucket_and_index(param)) is None:
+                continue
+            record = found[0].params[found[1]]
+            other = _stepped_by.get(record, lambda: None)()
+            if other not in (None, self):
+                raise ValueError(
+                    f"{name}: another WholeParameters, which is still there, has stepped it. Delete that one "
+                    "and what holds it, such as a scheduler, or leave the parameter out of one of them."
+                )
+            _stepped_by[record] = weakref.ref(self)
 
     def _step_rounds(self, exchange: OwnerExchange, shards: "_Shards") -> None:
         waits = self._waits_for_changes
@@ -361,7 +390,8 @@ class WholeParameters(Optimizer):
         for index in sorted(wholes):
             by_group.setdefault(numbers[id(self._params[index])], []).append(index)
         make = partial(self.optimizer_class, **self._options)
-        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state)
+        beside = deepcopy(self._state_beside)
+        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state, beside)
 
     def _take_changes(self, changes: Changes) -> None:
         for number, values in changes.items():
@@ -401,6 +431,7 @@ class _Instance:
         params: of the caller, by index.
         groups: of the caller.
         state: by the parameters of the caller; gets what the instance has from the beginning.
+        beside: state under other keys.
     """
 
     def __init__(
@@ -411,6 +442,7 @@ class _Instance:
         params: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
         state: Any,
+        beside: Mapping[Any, Any],
     ) -> None:
         self.loss: Any = None
         self._groups = list(by_group)
@@ -419,12 +451,15 @@ class _Instance:
             index: nn.Parameter(values, requires_grad=params[index].requires_grad)
             for index, (values, _) in wholes.items()
         }
+        for index, own in self._own.items():
+            vars(own).update(vars(params[index]))  # what the caller says of it to the class
         self._optimizer = make(
             [
                 _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
                 for number, some in by_group.items()
             ]
         )
+        self._optimizer.state.update(beside)
         self._step = optimizers.step_without_hooks(type(self._optimizer))
         for index, own in self._own.items():
             if own in self._optimizer.state:
@@ -484,6 +519,7 @@ class _Instance:
             own.data = own.data.new_empty(0)
             if own in self._optimizer.state:
                 state[self._params[index]] = self._optimizer.state[own]
+        state.update(_beside_parameters(self._optimizer.state))
 
 
 class _Shards:
@@ -612,6 +648,11 @@ class _SharedClosure:
 # --- param groups ---------------------------------------------------------------------------------
 
 
+def _beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a class keeps in its state under other keys: each instance has its own."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -677,29 +718,27 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
     where the class cannot step small matrices.
     """
 
-    def stepped(scale: float) -> list[Tensor]:
-        pairs = [[nn.Parameter(torch.eye(4) + 0.5) for _ in range(2)] for _ in groups]
+    def stepped(scale: float) -> Tensor:
+        pairs = [[nn.Parameter(torch.eye(4).double() + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the host alone: those of devices are the caller's
         optimizer = kind(deepcopy(some), **options)
         pairs = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update({"lr": 1e-3} if group.get("lr") == 0 else {})  # a schedule begins
         for step in range(3):
-            for number, (first, second) in enumerate(pairs):
-                first.grad = torch.sin(torch.arange(16.0) + step).view(4, 4)
+            for first, second in pairs:
+                first.grad = torch.sin(torch.arange(16.0).double() + step).view(4, 4)
                 second.grad = first.grad.cos() * scale
-                if number:
-                    first.grad *= scale
-            optimizer.step()
-        return [pairs[0][0].detach()]
+            optimizers.step_without_hooks(type(optimizer))(optimizer)
+        return torch.stack([first.detach().nan_to_num() for first, _ in pairs])
 
     with torch.random.fork_rng(devices=[]):
         try:
-            calm, stirred = stepped(1.0), stepped(1e6)
+            calm, *stirred = map(stepped, (1.0, 1e6, 0.0))  # 0.0: where each gradient is normalised before
         except Exception:
             return False
-    return not all(map(torch.equal, calm, stirred))
+    return not all(torch.equal(calm, each) for each in stirred)
 
 
 def _described(values: Mapping[str, Any]) -> str:
@@ -736,12 +775,12 @@ def _check_class(kind: Any, single_owner: Any) -> None:
         )
 
 
-def _check_plain(values: Any, name: str, kind: str) -> None:
+def _check_plain(values: Any, name: str) -> None:
     for key, value in values.items() if isinstance(values, Mapping) else ():
         if isinstance(value, DTensor):
             raise ValueError(
-                f"{name}: {key!r} in the state of {kind} is a DTensor, where the owner has it whole. Load "
-                "sharded states with shardwise.load_checkpoint, or full ones."
+                f"{name}: {key!r} in its state is a DTensor, where WholeParameters has state whole, on one "
+                "rank. Load sharded states with shardwise.load_checkpoint, or full ones."
             )
 
 

@@ -11,7 +11,9 @@ plan, at the next forward with gradients.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from operator import setitem
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,7 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
     """
     checksums = Checksums()
     for param, shard in zip(params, shards, strict=True):
-        if param.compares and _is_sharded(param) and not are_fake(param.mesh.axes(), param.mesh.device):
+        if _has_parts_to_compare(param):
             whole, part = checksums.of(param.content()), checksums.of(dtensor.local_tensor(shard))
             if whole is not None and part is not None:
                 param.initial_checksums = (whole, part)
@@ -59,10 +61,13 @@ def record_full_load(param: Param, value: Tensor | None) -> None:
     None: it is loaded from something else.
     """
     param.full_load = None
-    if value is not None and param.compares and _is_sharded(param):
-        number = Checksums().of(value)
-        if number is not None and not are_fake(param.mesh.axes(), param.mesh.device):
-            param.full_load = f"{int(number) % 2**64:016x}"
+    if value is not None and _has_parts_to_compare(param) and (number := Checksums().of(value)) is not None:
+        param.full_load = f"{int(number) % 2**64:016x}"
+
+
+def _has_parts_to_compare(param: Param) -> bool:
+    mesh = param.mesh
+    return param.compares and _is_sharded(param) and not are_fake(mesh.axes(), mesh.device)
 
 
 def _is_sharded(param: Param) -> bool:
@@ -132,78 +137,62 @@ def broadcast_initial_values(
     Raises:
         RuntimeError: on all ranks, if their tensors are not of the same shapes and dtypes.
     """
-    meshes = list(dict.fromkeys([mesh, *(param.mesh for param in params)]))
-    for each in meshes:
+    for each in dict.fromkeys([mesh, *(param.mesh for param in params)]):
         axes = each.axes()
         if not axes or are_fake(axes, each.device):
             continue
-        places = [_ParamToSend(param) for param in params if param.mesh is each]
-        own = [_BufferToSend(*buffer) for buffer in buffers] if each is mesh else []
-        _broadcast([*places, *own], axes, each.device)
+        sent = [_ToSend(p.fqn, p.content(), partial(_replace_original, p)) for p in params if p.mesh is each]
+        for fqn, module, name in buffers if each is mesh else ():
+            known = nn_modules.buffers(module)
+            sent.append(_ToSend(fqn, dtensor.plain(known[name]), partial(setitem, known, name)))
+        with monitor_of_job().call("fully_shard", partial(list, axes)):
+            _broadcast(sent, axes, each.device)
 
 
-class _ParamToSend:
-    def __init__(self, param: Param) -> None:
-        self._param = param
-        self.fqn = param.fqn
+class _ToSend(NamedTuple):
+    """A tensor of a module, and what replaces it in there."""
 
-    def tensor(self) -> Tensor:
-        return self._param.content()
-
-    def give_memory(self, device: torch.device) -> None:
-        original = self._param.sharded
-        new: Tensor = torch.empty_like(self._param.content(), device=device)
-        if isinstance(original, DTensor):
-            new = dtensor.make_dtensor(new, dtensor.spec_of(original))
-        # The module keeps its own until the sharded parameter replaces it.
-        self._param.sharded = nn.Parameter(new, original.requires_grad)
+    fqn: str
+    tensor: Tensor
+    replace: Callable[[Tensor], None]
 
 
-class _BufferToSend:
-    def __init__(self, fqn: str, module: nn.Module, name: str) -> None:
-        self.fqn, self._module, self._name = fqn, module, name
-
-    def tensor(self) -> Tensor:
-        buffer = nn_modules.buffers(self._module)[self._name]
-        assert buffer is not None
-        return dtensor.plain(buffer)
-
-    def give_memory(self, device: torch.device) -> None:
-        nn_modules.buffers(self._module)[self._name] = torch.empty_like(self.tensor(), device=device)
+def _replace_original(param: Param, new: Tensor) -> None:
+    original = param.sharded
+    if isinstance(original, DTensor):
+        new = dtensor.make_dtensor(new, dtensor.spec_of(original))
+    # The module keeps its own until the sharded parameter replaces it.
+    param.sharded = nn.Parameter(new, original.requires_grad)
 
 
-def _broadcast(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:
-    with monitor_of_job().call("fully_shard", lambda: axes):
-        _broadcast_along(places, axes, device)
-
-
-def _broadcast_along(places: Sequence[Any], axes: Sequence[Axis], device: torch.device) -> None:
+def _broadcast(places: Sequence[_ToSend], axes: Sequence[Axis], device: torch.device) -> None:
     broadcast = Broadcast(axes, None, device)
-    own = [(place.fqn, tuple(place.tensor().shape), place.tensor().dtype) for place in places]
-    forms, on_meta = broadcast.object((own, [place.tensor().is_meta for place in places]))
-    run_on_all_ranks(axes, device, _check(own, forms, places, on_meta))
-    sent = [place for place, is_meta in zip(places, on_meta, strict=True) if not is_meta]
-    for place in sent:
-        if place.tensor().is_meta:
-            place.give_memory(device)
-    broadcast_tensors([place.tensor() for place in sent], broadcast, device)
+    own = [(fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor, _ in places]
+    forms, on_meta = broadcast.object((own, [place.tensor.is_meta for place in places]))
+    run_on_all_ranks(axes, device, partial(_check, own, forms, places, on_meta))
+    tensors = []
+    for (_, tensor, replace), is_meta in zip(places, on_meta, strict=True):
+        if is_meta:
+            continue
+        if tensor.is_meta:
+            tensor = torch.empty_like(tensor, device=device)
+            replace(tensor)
+        tensors.append(tensor)
+    broadcast_tensors(tensors, broadcast, device)
 
 
-def _check(own: Any, forms: Any, places: Sequence[Any], on_meta: Sequence[bool]) -> Callable[[], None]:
-    def check() -> None:
-        unlike = [f"{a} here and {b} there" for a, b in zip(own, forms, strict=False) if a != b]
-        if unlike or len(own) != len(forms):
+def _check(own: Any, forms: Any, places: Sequence[_ToSend], on_meta: Sequence[bool]) -> None:
+    unlike = [f"{a} here and {b} there" for a, b in zip(own, forms, strict=False) if a != b]
+    if unlike or len(own) != len(forms):
+        raise RuntimeError(
+            f"sync_module_states=True: rank {dist.get_rank()} has {len(own)} tensors to shard and the first "
+            f"rank {len(forms)}; they differ at {unlike[0] if unlike else 'their end'}. Build the same model "
+            "on all ranks."
+        )
+    for place, is_meta in zip(places, on_meta, strict=True):
+        if is_meta and not place.tensor.is_meta:
             raise RuntimeError(
-                f"sync_module_states=True: rank {dist.get_rank()} has {len(own)} tensors to shard and the "
-                f"first rank {len(forms)}; they differ at {unlike[0] if unlike else 'their end'}. Build the "
-                "same model on all ranks."
+                f"sync_module_states=True: {place.fqn} is on the meta device on the first rank of the mesh, "
+                f"which is to send it, and has values on rank {dist.get_rank()}. Load the weights on the "
+                "first rank."
             )
-        for place, is_meta in zip(places, on_meta, strict=True):
-            if is_meta and not place.tensor().is_meta:
-                raise RuntimeError(
-                    f"sync_module_states=True: {place.fqn} is on the meta device on the first rank of the "
-                    f"mesh, which is to send it, and has values on rank {dist.get_rank()}. Load the weights "
-                    "on the first rank."
-                )
-
-    return check

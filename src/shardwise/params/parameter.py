@@ -1,4 +1,4 @@
-"""One parameter: sharded, unsharded, and how the unsharded one shadows the sharded one.
+"""One parameter: sharded, unsharded, how the unsharded one shadows the sharded one, and ``.grad``.
 
 ``module._parameters[name]`` is the sharded parameter, always the same object: optimizers, ``state_dict`` and
 everything else that walks ``parameters()`` see it. While its group is unsharded, the unsharded parameter
@@ -14,6 +14,7 @@ Version counters tie the two together, so that autograd's own check works throug
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from shardwise.layout.chunks import chunk_of, local_chunk
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
-from shardwise.params.replaced_parameter import NAME, ReplacedParameter
-from shardwise.params.sharded_gradient import ShardedGradient
+from shardwise.params.deferred_gradient import DEFERRED, DeferredGradient
+from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describe
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 PLACE = "_shardwise_place"
@@ -96,7 +97,8 @@ class Param:
         self.joint_mesh, self.placements = mesh.placements_of(original, dim, where)
         self._spec = dtensor.sharded_spec(self.joint_mesh, self.placements, original.shape, original.dtype)
         self.gradient_spec = self._spec
-        self.gradient = ShardedGradient(self)
+        self._deferred: Tensor | None = None  # .grad that stands for unreduced gradients
+        self._reduced: Tensor | None = None  # what .grad is without them
         self._place: Any = (None, 0)  # in a bucket: a weak reference, and an index
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
@@ -169,7 +171,7 @@ class Param:
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
         twin.unsharded = None
         twin._original_hooks = twin.original_post_hooks = None
-        twin.gradient = ShardedGradient(twin)
+        twin._deferred = twin._reduced = None
         twin._set_gradient_dtype(sharded)
         return twin
 
@@ -219,15 +221,45 @@ class Param:
         """A number that grows with every in-place change of the sharded parameter that torch counts."""
         return self.version_base + tensor_impl.version(self.sharded) + tensor_impl.version(self.local)
 
-    def is_untouched(self) -> bool:
-        """True if the sharded parameter is the same object over the same memory, and equally trainable."""
-        sharded = self.sharded
-        for site in self.sites:
-            if nn_modules.parameters(site.module).get(site.name) is not sharded:
-                return False
-        if dtensor.local_tensor(sharded) is not self.local:
-            return False
-        return self.unsharded is None or self.unsharded.requires_grad == sharded.requires_grad
+    def find_replacement(self) -> nn.Parameter | None:
+        """The sharded parameter that is registered at the sites instead of ours, or None.
+
+        Raises:
+            RuntimeError: something else is registered there, or different tensors at tied sites.
+        """
+        found = [site.registered() for site in self.sites]
+        if all(tensor is self.sharded for tensor in found):
+            return None
+        site, new = next((s, t) for s, t in zip(self.sites, found, strict=True) if t is not self.sharded)
+        if new is None:
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was removed after fully_shard, but its group still unshards it. "
+                "Put it back, or change the module (parametrize it, say) before fully_shard."
+            )
+        if not _can_replace(new, self.sharded):
+            raise RuntimeError(
+                f"{site.fqn}: the parameter was replaced after fully_shard by {describe(new)}, where a "
+                f"parameter sharded like the old one is expected: {describe(self.sharded)}. Copy values into "
+                "the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, "
+                "param.device_mesh, param.placements))), or replace parameters before fully_shard. "
+                "torch.func.functional_call replaces them as well: it does not work on a sharded module."
+            )
+        for other_site, other in zip(self.sites, found, strict=True):
+            if other is not new and not _have_equal_shards(other, new):
+                raise RuntimeError(
+                    f"{site.fqn} and {other_site.fqn} are tied, but {site.fqn} alone was replaced. Replace "
+                    "both with the same parameter, or untie them before fully_shard."
+                )
+        kept = [each.fqn for each, tensor in zip(self.sites, found, strict=True) if tensor is self.sharded]
+        if kept:
+            warnings.warn(
+                f"{site.fqn} and {kept[0]} are tied, but {site.fqn} alone was replaced, by a parameter with "
+                "the same values. They stay tied: the new one stands under both names from now on. Untie "
+                "them before fully_shard.",
+                stacklevel=2,
+            )
+        assert isinstance(new, nn.Parameter)
+        return new
 
     def adopt(self, new: nn.Parameter) -> None:
         """Adopt ``new`` as the sharded parameter, at all sites: tied stays tied.
@@ -335,3 +367,128 @@ class Param:
         if tuple(wanted) != gradient.placements:
             gradient = gradient.redistribute(placements=wanted)
         return dtensor.local_tensor(gradient)
+
+    # --- .grad of the sharded parameter -----------------------------------------------------------
+    #
+    # Reduced gradients are added to it. While unsharded ones wait to be reduced, it stands for them, so
+    # that the caller can clear them.
+
+    def add_gradient(self, local: Tensor) -> None:
+        """Add a reduced gradient to ``.grad``, and run the hooks of the sharded parameter."""
+        sharded = self.sharded
+        gradient: Tensor = dtensor.make_dtensor(local, self.gradient_spec)
+        if hooks := autograd.gradient_hooks(sharded):
+            gradient = autograd.run_gradient_hooks(hooks, gradient)
+        self.show_reduced_gradient()
+        if sharded.grad is None:
+            sharded.grad = gradient
+        else:
+            self._accumulate_gradient(dtensor.local_tensor(gradient))
+        for hooks in (self.original_post_hooks, autograd.post_accumulate_hooks(sharded)):
+            for post in list(hooks.values()) if hooks else ():
+                post(sharded)
+
+    def _accumulate_gradient(self, local: Tensor) -> None:
+        sharded, spec = self.sharded, self.gradient_spec
+        existing = sharded.grad
+        if not isinstance(existing, DTensor):
+            raise RuntimeError(
+                f"{self.fqn}: .grad is {describe(existing)}, where a DTensor is expected; a reduced "
+                "gradient cannot be added to it. Assign only DTensors sharded as the parameter to "
+                ".grad, or None."
+            )
+        if existing.placements != spec.placements:
+            # Left by autograd, where the loss used the sharded parameter itself.
+            existing = sharded.grad = existing.redistribute(placements=spec.placements)
+        dtensor.local_tensor(existing).add_(local)
+
+    def set_gradient(self, local: Tensor | None) -> None:
+        """Set ``.grad`` to ``local`` without running hooks."""
+        if local is None:
+            self.sharded.grad = None
+            return
+        own = torch.empty(self.local.shape, dtype=self.precision.kept, device=self.local.device)
+        self.sharded.grad = dtensor.make_dtensor(own.copy_(local), self.gradient_spec)
+
+    def defer_gradient(self) -> None:
+        """Have ``.grad`` stand for an unreduced gradient."""
+        if self._deferred is None or self.sharded.grad is not self._deferred:
+            self._reduced = self.sharded.grad
+            local = DeferredGradient.make(
+                weakref.ref(self), self.fqn, self.local.shape, self.precision.kept, self.local.device
+            )
+            self.sharded.grad = self._deferred = dtensor.make_dtensor(local, self.gradient_spec)
+            DEFERRED.add(self)
+
+    @property
+    def is_deferred(self) -> bool:
+        """True while ``.grad`` stands for an unreduced gradient."""
+        return self._deferred is not None
+
+    @property
+    def reduced_gradient(self) -> Tensor | None:
+        """``.grad``, without an unreduced gradient."""
+        return self.sharded.grad if self._deferred is None else self._reduced
+
+    def show_reduced_gradient(self) -> None:
+        """No longer stand for an unreduced gradient, which is reduced or dropped."""
+        if self._deferred is not None and self.sharded.grad is self._deferred:
+            self.sharded.grad = self._converted(self._deferred)
+        self._forget_deferred()
+
+    def zero_gradient(self) -> None:
+        """The caller has zeroed ``.grad`` in place; ``gradient_was_cleared`` tells."""
+        if self._deferred is not None and self.sharded.grad is self._deferred:
+            self.reduced_local(self._deferred).zero_()
+            self.sharded.grad = self._reduced
+
+    def reduced_local(self, like: Tensor) -> Tensor:
+        """The local tensor of the reduced gradient, to be added to; of the dtype and device of ``like``."""
+        self._reduced = self._converted(like)
+        if self._reduced is None:
+            zeros = torch.zeros(self.local.shape, dtype=like.dtype, device=like.device)
+            self._reduced = dtensor.make_dtensor(zeros, self.gradient_spec)
+        return dtensor.local_tensor(self._reduced)
+
+    def _converted(self, like: Tensor) -> Tensor | None:
+        """The reduced gradient as ``module.to()`` would have made it, which has only seen ``like``."""
+        return None if self._reduced is None else self._reduced.to(like.device, like.dtype)
+
+    def gradient_was_cleared(self) -> bool:
+        """Whether the caller cleared ``.grad`` since the gradient was deferred."""
+        gradient = self.sharded.grad
+        if self._deferred is None or gradient is self._deferred:
+            return False
+        if gradient is not None and gradient is not self._reduced:
+            warnings.warn(
+                f"{self.fqn}: .grad was replaced while gradients of backward passes without "
+                "synchronisation (set_requires_gradient_sync(False)) wait to be reduced. They are "
+                "dropped, as if it had been set to None. Synchronise in the last backward before "
+                "replacing .grad.",
+                stacklevel=2,
+            )
+        self._forget_deferred()
+        return True
+
+    def _forget_deferred(self) -> None:
+        self._deferred = self._reduced = None
+        DEFERRED.discard(self)
+
+
+def _can_replace(new: Any, sharded: Any) -> bool:
+    return (
+        isinstance(new, nn.Parameter)
+        and isinstance(new, DTensor)
+        and new.shape == sharded.shape
+        and new.placements == sharded.placements
+        and new.device_mesh == sharded.device_mesh
+    )
+
+
+def _have_equal_shards(left: Any, right: Any) -> bool:
+    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
+    of one tied parameter."""
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return False
+    a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

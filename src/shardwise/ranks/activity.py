@@ -9,8 +9,7 @@ A thread of the monitor (failures.py) finds out from outside whether the rank wa
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +38,13 @@ class Wait:
         """The same on all ranks."""
         kind = f"{self.event} {self.name}"
         return kind if self.ordinal == 1 else f"{kind} ({self.ordinal})"
+
+    @property
+    def subject(self) -> str:
+        """The beginning of a message about its failure."""
+        if self.event == "call":
+            return f"{self.name} failed"
+        return f"{self.name}: its {self.event} failed" if self.name else f"The {self.event} failed"
 
     @property
     def ranks(self) -> list[int]:
@@ -87,22 +93,21 @@ class RankActivity:
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0  # backwards that have begun
         self.phase = ""  # "forward", "backward"; outside of both ""
-        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed,
-        self.wait_looks = 0  # and since ``last_wait`` is the same
+        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
-        self._last_look: tuple[object, object] = None, None
+        self._seen: object = None  # at the last look
         # On a device: a wait (which would keep its model alive), which of its kind, the event at its end.
         most = _MOST_QUEUED if has_others else 0
         self._queued: deque[tuple[weakref.ref[Wait], int, Any]] = deque(maxlen=most)
 
     # --- the training thread writes -----------------------------------------------------------------
 
-    def note_wait(self, wait: Wait, ranks: Iterable[int] | None = None) -> None:
-        """``wait`` may come from now on. All ``ranks`` that take part in it say so, in the same order."""
+    def note_wait(self, wait: Wait) -> None:
+        """``wait`` may come from now on. All ranks that take part in it say so, in the same order."""
         if not self.has_others or wait in self.waits:
             return
         # Counted for good: a model that is not used any more may live on some of the ranks.
-        key = wait.event, wait.name, frozenset(wait.ranks if ranks is None else ranks)
+        key = wait.event, wait.name, frozenset(wait.ranks)
         self._known[key] += 1
         wait.ordinal = self._known[key]
         self.waits.add(wait)
@@ -114,32 +119,6 @@ class RankActivity:
         self.issuing = None
         if wait.stream is not None:
             self._queued.append((weakref.ref(wait), wait.count, wait.stream.last_event))
-
-    @contextmanager
-    def exchange(self, wait: Wait, ranks: Iterable[int]) -> Iterator[None]:
-        """Around an exchange of ``ranks`` that is no collective of a back end, and is counted as one."""
-        self.note_wait(wait, ranks)
-        wait.number = self.issued + 1
-        wait.count += 1
-        around, self.waiting = self.waiting, wait
-        try:
-            yield
-            self.issued += 1
-        finally:
-            self.waiting = around
-
-    def enter_forward(self) -> None:
-        """A forward of a sharded model begins."""
-        self.phase = "forward"
-
-    def enter_backward(self) -> None:
-        """A backward begins, and with it the next step."""
-        self.steps += 1
-        self.phase = "backward"
-
-    def leave(self, phase: str = "") -> None:
-        """A pass is over, or has failed; it ran inside of ``phase``."""
-        self.phase = phase
 
     # --- the monitor's thread reads -----------------------------------------------------------------
 
@@ -159,17 +138,14 @@ class RankActivity:
         return self.on_host or (self._queued[-1][0]() if self._queued else None)
 
     def count_look(self) -> Wait | None:
-        """Count one look of the monitor, at ``last_wait``, and return that. Looks are counted, not seconds: a
-        process that was stopped for an hour has not waited for one."""
-        last, waiting = self.last_wait, self.waiting
+        """Count one look of the monitor, and return ``last_wait``. Looks are counted, not seconds: a process
+        that was stopped for an hour has not waited for one."""
+        waiting = self.waiting
         # Waits by their ids: holding one would keep its model alive until the next look.
-        seen = id(last), last and last.number
-        mark = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
-        seen_before, mark_before = self._last_look
-        self.wait_looks = self.wait_looks + 1 if last is not None and seen == seen_before else 0
-        self.quiet_looks = self.quiet_looks + 1 if mark == mark_before else 0
-        self._last_look = seen, mark
-        return last
+        seen = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
+        self.quiet_looks = self.quiet_looks + 1 if seen == self._seen else 0
+        self._seen = seen
+        return self.last_wait
 
     def awaited(self) -> tuple[Wait, int, bool] | None:
         """What this rank waits for, which of its kind, and whether on a device; None if it computes, or does

@@ -10,26 +10,27 @@ and then every rank tells the others how it went:
 If no rank has failed, this costs one all-reduce of three numbers along each mesh dimension.
 """
 
-import builtins
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from shardwise.layout.fqns import listed_ranks
 from shardwise.layout.mesh import Axis, all_reduce_max
+from shardwise.ranks.model_ranks import gather_from_all
+from shardwise.ranks.replicas import are_fake
 
 T = TypeVar("T")
 
-Failure = tuple[str, str]
-"""The name of a built-in exception class, and a text, which every rank can raise."""
+Failure = tuple[type[Exception], str]
+"""An exception class that every rank can raise, and a text."""
 
 # Classes that other ranks raise as they are. Any other becomes the nearest of these, with its own name in the
 # text: a KeyError, for example, shows its text in quotes.
 _KINDS = (
-    *("TypeError", "ValueError", "ImportError", "NotImplementedError"),
-    *("FileNotFoundError", "FileExistsError", "NotADirectoryError", "PermissionError", "OSError"),
+    *(TypeError, ValueError, ImportError, NotImplementedError),
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError, OSError),
 )
 
 
@@ -38,7 +39,6 @@ def run_on_all_ranks(
     device: torch.device,
     act: Callable[[], T],
     *,
-    explain: Callable[[Exception], str] = str,
     says_rank: bool = True,
     caller: str = "",
     same: Mapping[str, Any] | None = None,
@@ -49,10 +49,9 @@ def run_on_all_ranks(
     that failed, as the built-in class nearest to its own.
 
     Args:
-        axes: connect the ranks, in the same order on all of them; none: this rank is alone.
+        axes: connect the ranks, in the same order on all of them; none, or fake ones: this rank is alone.
         device: where a tensor lies that ``axes`` can reduce.
         act: does not communicate.
-        explain: the text of an error of this rank, before the others are told.
         says_rank: begin an error of some ranks only with the first of them.
         caller: the public function that was called, for messages about ``same``.
         same: arguments, by name, that must be equal on all ranks; compared by their ``repr``.
@@ -62,86 +61,47 @@ def run_on_all_ranks(
 
     Collective.
     """
+    if not axes or are_fake(axes, device):
+        return act()
     failure: Failure | None = None
     error: Exception | None = None
     try:
         result = act()
     except Exception as caught:
-        failure, error = _failure_of(caught, explain), caught
-    if not axes:
-        if error is not None:
-            raise _raisable(failure, error)
-        return result
+        failure, error = (kind_of(caught), _text_of(caught)), caught
     told = {name: repr(value) for name, value in (same or {}).items()}
     digest = int.from_bytes(sha256(repr(told).encode()).digest()[:7], "big")
     extremes = torch.tensor([int(failure is not None), digest, -digest], device=device)
     all_reduce_max(extremes, axes)
     somebody_failed, highest, lowest = extremes.tolist()
     if somebody_failed:
-        raise _joint(from_all(axes, failure), failure, error, says_rank) from error
+        failures = gather_from_all(axes, failure)
+        if error is not None and len(set(failures.values())) == 1:
+            raise error
+        raise _joint(failures, says_rank) from error
     if highest != -lowest:
-        raise ValueError(_difference(caller, from_all(axes, told)))
+        raise ValueError(_difference(caller, gather_from_all(axes, told)))
     return result
 
 
-def from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
-    """Every rank's value, by global rank, in ascending order. Collective."""
-    found = {dist.get_rank(): own}
-    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
-        everyone: list[Any] = [None] * axis.world
-        dist.all_gather_object(everyone, found, group=axis.pg)
-        for each in everyone:
-            found.update(each)
-    return dict(sorted(found.items()))
+def kind_of(error: Exception) -> type[Exception]:
+    """The class nearest to that of ``error`` which every rank can raise."""
+    return next((cls for cls in type(error).__mro__ if cls in _KINDS), RuntimeError)
 
 
-def _failure_of(error: Exception, explain: Callable[[Exception], str]) -> Failure:
-    kinds = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
-    kind = next((name for name in kinds if name in _KINDS), "RuntimeError")
-    if explain is not str:
-        try:
-            return kind, explain(error)
-        except Exception as second:  # the other ranks must learn of the error in any case
-            return kind, f"{type(error).__name__}: {error} ({type(second).__name__} while explaining it)"
-    name = type(error).__name__
-    return kind, str(error) if name == kind or _is_internal(error) else f"{name}: {error}"
+def _text_of(error: Exception) -> str:
+    return str(error) if type(error) is kind_of(error) else f"{type(error).__name__}: {error}"
 
 
-def _is_internal(error: Exception) -> bool:
-    """Whether it is a class of this library, which callers know by its built-in base class."""
-    return type(error).__module__.startswith("shardwise.")
-
-
-def _raisable(failure: Failure | None, error: Exception) -> Exception:
-    """This rank's own error, unless it was explained in other words."""
-    assert failure is not None
-    kind, text = failure
-    if text in (str(error), f"{type(error).__name__}: {error}") and not _is_internal(error):
-        return error
-    made = _made(kind, text)
-    made.__cause__ = error
-    return made
-
-
-def _joint(
-    failures: Mapping[int, Failure | None], own: Failure | None, error: Exception | None, says_rank: bool
-) -> Exception:
+def _joint(failures: Mapping[int, Failure | None], says_rank: bool) -> Exception:
     """One error for several ranks: that of the first, with the ranks that failed as well."""
     failed = {rank: failure for rank, failure in failures.items() if failure is not None}
     first = min(failed)
     kind, text = failed[first]
-    if len(failed) == len(failures) and len(set(failed.values())) == 1:
-        assert error is not None
-        return _raisable(own, error)
     text = f"rank {first}: {text}" if says_rank else text
     if len(failed) > 1:
-        text += f" (ranks {', '.join(map(str, failed))} failed)"
-    return _made(kind, text)
-
-
-def _made(kind: str, text: str) -> Exception:
-    made: Exception = getattr(builtins, kind)(text)
-    return made
+        text += f" ({listed_ranks(failed)} failed)"
+    return kind(text)
 
 
 def _difference(caller: str, told: Mapping[int, Mapping[str, str]]) -> str:

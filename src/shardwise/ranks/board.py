@@ -12,6 +12,7 @@ A record is JSON. Of failures and waits, nothing is written while all goes well.
     shardwise/status/2/1      what rank 1 did then
     shardwise/report/2        the text; empty if the wait was over, or nobody has to be waited for
     shardwise/plan/RANKS/...  one comparison after the other among these ranks (comparison.py)
+    shardwise/doctor/...      what ranks tell each other while a job is examined (doctor/job.py)
 """
 
 import json
@@ -56,24 +57,21 @@ class Board:
         """Remove the record at ``key``, if any."""
         self._store.delete_key(f"{self._prefix}/{key}")
 
-    def wait(self, *keys: str, check: Callable[[], None]) -> str:
-        """The first of ``keys`` that is there. ``check`` is called now and then, and may raise.
+    def wait_for(self, key: str, check: Callable[[], None]) -> Any:
+        """The record at ``key``, once it is there. ``check`` is called now and then, and may raise.
 
         Asked for in short intervals: a wait of the store's own blocks it for other threads, and writes to
         stderr when it ends without a result.
         """
         pause_s = 0.0002
-        while True:
-            for key in keys:
-                if self._store.check([f"{self._prefix}/{key}"]):
-                    return key
+        while not self._store.check([f"{self._prefix}/{key}"]):
             check()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self.read(key)
 
     def take(self, key: str, check: Callable[[], None]) -> Any:
-        """Wait for the record at ``key``, and remove it."""
-        self.wait(key, check=check)
-        record = self.read(key)
+        """The same, and the record is removed."""
+        record = self.wait_for(key, check)
         self.remove(key)
         return record

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -40,14 +40,14 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.activity import RankActivity, RankStatus, Wait
 from shardwise.ranks.board import Board
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.ranks.verdicts import Statuses, deadlock, disagreement_text, ended_text, subject_of
+from shardwise.ranks.verdicts import Statuses, deadlock, disagreement_text, ended_text
 from shardwise.ranks.watch import VARIABLE, StallReporter
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
 STUCK_LOOKS = 8  # after so many checks of one wait, ranks tell each other what they wait for
 PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with what comes before, 1.5 s
-SEARCHES, SEARCH_S = 100, 0.01  # how often to look for the exception of a backward, and the time between
+SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 # How long to wait for what others post after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them, too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
@@ -56,6 +56,9 @@ PEER_PATIENCE_S = 0.3  # where the peer of the connection is known: it posts bef
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_UNKNOWN = "an exception; see its log"
 
 
 class CommunicationError(RuntimeError):
@@ -69,11 +72,10 @@ class FailureNote:
 
     rank: int
     where: str
-    error: str
+    error: str  # "": not known yet
     issued: int = 0
     ordinal: int = 1
     is_over: bool = False  # the rank has continued
-    is_vague: bool = False  # the exception is not known yet
     between: Sequence[int] = ()  # nobody has raised anything: these ranks wait for each other
     key: int = 0
 
@@ -82,8 +84,8 @@ class FailureNote:
         if self.between:
             return f"{subject}, because {self.error}"
         return (
-            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error}\nThis rank waited "
-            f"for what rank {self.rank} has not sent any more. "
+            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error or _UNKNOWN}\n"
+            f"This rank waited for what rank {self.rank} has not sent any more. "
             f"The traceback is in the log of rank {self.rank}."
         )
 
@@ -104,12 +106,11 @@ class FailureMonitor(RankActivity):
         self._lock = threading.RLock()  # a finalizer may report inside of it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
-        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks that are left
+        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks since
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that only the device has met
         self._heeded: set[int] = set()  # failures that were raised here
-        self._active: list[int] = []  # failures that are not over
-        self._newest = 0  # failure
+        self._oldest = 1  # failure that may not be over
         self._stuck: Statuses | None = None  # what ranks have posted, once this one has
         self._ended_looks = 0  # since a wait was ended that lasts all the same
         if not self.has_others:
@@ -134,50 +135,53 @@ class FailureMonitor(RankActivity):
             unraised, self._unraised = self._unraised, None
             self.failure = self.issuing = None
             self._queued.clear()
-            if self._own is not None:
-                self._post_own(is_over=True)
-            self._own = None
+            self._end_own()
         if unraised is not None:
             raise CommunicationError(unraised.text("Communication on the device failed"))
 
     def report(self, error: BaseException, where: str) -> None:
         """Report an exception that leaves ``where`` on this rank. Never raises."""
-        if isinstance(error, CommunicationError):
-            return
-        with self._lock:
-            if self._own is None:
-                self._post_new(where, _text_of(error))
-            elif self._own.is_vague:
-                self._post_own(error=_text_of(error), is_vague=False)
+        if not isinstance(error, CommunicationError):
+            kind = type(error).__name__
+            self._report(where, f"{kind}: {error}"[:2000] if str(error) else kind)
 
     def report_backward(self, where: str) -> None:
         """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
         with self._lock:
             if self._own is None:  # else an inner backward has failed before, for the same reason
-                self._search = interpreter.handled_exceptions(), SEARCHES
-                self._post_new(where, "an exception; see its log", is_vague=True)
+                self._search = interpreter.handled_exceptions(), 0
+                self._report(where, "")
+
+    def _report(self, where: str, error: str) -> None:
+        with self._lock:
+            if self._own is None:
+                if not self.has_others or self.failure is not None:
+                    return
+                before, times = self._failed_at
+                self._failed_at = self.issued, times + 1 if before == self.issued else 1
+                self._own = FailureNote(self.rank, where, "", *self._failed_at)
+            if not self._own.error:
+                self._post_own(error=error)
 
     def _find_exception(self) -> None:
         """Complete the note on a backward with the exception, which some thread handles by now."""
         with self._lock:
-            if self._own is None or not self._own.is_vague:
+            if self._own is None or self._own.error:
                 return
-            (before, left), now = self._search, interpreter.handled_exceptions()
-            self._search = before, left - 1
+            (before, looks), now = self._search, interpreter.handled_exceptions()
+            self._search = before, looks + 1
             new = [error for key, error in now.items() if error is not None and error is not before.get(key)]
-            if new and isinstance(new[0], CommunicationError):
-                self._post_own(is_over=True, is_vague=False)
+            if not new and looks == SEARCH_LOOKS:
+                self._post_own(error=_UNKNOWN)
+            elif new and isinstance(new[0], CommunicationError):
+                self._end_own()
             elif new:
-                self._post_own(error=_text_of(new[0]), is_vague=False)
-            elif not left:
-                self._post_own(is_vague=False)
+                self.report(new[0], self._own.where)
 
-    def _post_new(self, where: str, text: str, is_vague: bool = False) -> None:
-        if self.has_others and self.failure is None:
-            before, times = self._failed_at
-            self._failed_at = self.issued, times + 1 if before == self.issued else 1
-            self._own = FailureNote(self.rank, where, text, *self._failed_at, is_vague=is_vague)
-            self._post_own()
+    def _end_own(self) -> None:
+        if self._own is not None:
+            self._post_own(is_over=True)
+            self._own = None
 
     def _post_own(self, **changes: Any) -> None:
         assert self._own is not None
@@ -199,51 +203,58 @@ class FailureMonitor(RankActivity):
             return
         self.begin()
         self.calls[caller] += 1
-        self.waiting = Wait("call", caller, axes, self.issued + 1, self.calls[caller])
+        wait = self.waiting = Wait("call", caller, axes, self.issued + 1, self.calls[caller])
         try:
             yield
         except Exception as error:
-            if c10d.is_communication_error(error):
-                raise self.explained(error, "call", caller, axes()) from error
-            self.report(error, caller)
-            raise
+            if not c10d.is_communication_error(error):
+                self.report(error, caller)
+            self.raise_explained(error, wait)
         finally:
             self.waiting = None
 
     @contextmanager
     def collective(self, wait: Wait) -> Iterator[None]:
-        """Around a collective of a forward or backward that is of no group's parameters or gradients."""
+        """Around an exchange in a forward or backward that is of no group's parameters or gradients."""
         if not self.has_others:
             yield
             return
+        self.note_wait(wait)
+        wait.number = self.issued + 1
+        wait.count += 1
+        around, self.waiting = self.waiting, wait
         try:
-            with self.exchange(wait, wait.ranks):
-                yield
+            yield
+            self.issued += 1
         except RuntimeError as error:
-            if c10d.is_communication_error(error):
-                raise self.explained(error, wait.event, wait.name, wait.axes()) from error
-            raise
+            self.raise_explained(error, wait)
+        finally:
+            self.waiting = around
 
     # --- failures of other ranks --------------------------------------------------------------------
 
     def active_failures(self) -> list[FailureNote]:
         """Failures of ranks that have not continued since, the oldest first."""
         newest = self._board.count("failures", 0)
-        keys = [*self._active, *range(self._newest + 1, newest + 1)]
-        notes = {key: self._board.read(f"failures/{key}") for key in keys}  # None: it is about to be posted
-        self._newest = newest
-        self._active = [key for key, note in notes.items() if note is None or not note["is_over"]]
-        return [FailureNote(**notes[key]) for key in self._active if notes[key] is not None]
+        notes = {key: self._board.read(f"failures/{key}") for key in range(self._oldest, newest + 1)}
+        # None: it is about to be posted.
+        active = {key: note for key, note in notes.items() if note is None or not note["is_over"]}
+        self._oldest = min(active, default=newest + 1)
+        return [FailureNote(**note) for note in active.values() if note is not None]
 
-    def explained(self, error: Exception, event: str, name: str, axes: Sequence[Axis]) -> Exception:
-        """The exception to raise instead of ``error``, which a collective along ``axes`` has raised."""
-        if isinstance(error, CommunicationError) or not self.has_others:
+    def raise_explained(self, error: Exception, wait: Wait) -> NoReturn:
+        """Raise the failure behind ``error`` if communication failed in ``wait``, or ``error`` itself."""
+        if not c10d.is_communication_error(error):
+            raise error
+        raise self.explained(error, wait) from error
+
+    def explained(self, error: Exception, wait: Wait) -> Exception:
+        """The exception to raise instead of ``error``, with which ``wait`` has failed."""
+        if not self.has_others:
             return error
-        subject = subject_of(event, name)
         with self._lock:  # the thread may just be about to take a failure that it has posted
             try:
-                own = RankStatus(self.step, self.phase, event, name)
-                cause = self.failure or self._cause_of(error, own, axes)
+                cause = self.failure or self._cause_of(error, wait)
             except dist.DistError as lost:
                 cause = (
                     f", and the store of the job does not answer ({str(lost).splitlines()[0]}): the process "
@@ -251,16 +262,17 @@ class FailureMonitor(RankActivity):
                 )
             if isinstance(cause, FailureNote):
                 self._take(cause)
-                return CommunicationError(cause.text(subject))
-        return CommunicationError(subject + cause)
+                return CommunicationError(cause.text(wait.subject))
+        return CommunicationError(wait.subject + cause)
 
-    def _cause_of(self, error: Exception, own: RankStatus, axes: Sequence[Axis]) -> FailureNote | str:
+    def _cause_of(self, error: Exception, wait: Wait) -> FailureNote | str:
         """The failure behind ``error``, if a rank has posted one, else the end of this rank's message.
 
         Each rank posts what it waited for. If a connection was closed, a rank has ended: the one that posts
         nothing. If the timeout of the process group has passed, ranks most often disagree.
         """
-        groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in axes if axis.pg is not None}
+        own = RankStatus(self.step, self.phase, wait.event, wait.name)
+        groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in wait.axes() if axis.pg is not None}
         for group in groups:
             self._board.post(f"failed/{group}/{self.rank}", own)
         is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
@@ -272,7 +284,7 @@ class FailureMonitor(RankActivity):
                 patience_s = PEER_PATIENCE_S
             is_late = time.monotonic() - started >= patience_s
             for note in self.active_failures():
-                if self._heeds(note) and (is_late or not note.is_vague):
+                if self._heeds(note) and (is_late or note.error):
                     return note
             for group, ranks in groups.items():
                 waits |= self._board.statuses(f"failed/{group}", ranks)
@@ -300,31 +312,24 @@ class FailureMonitor(RankActivity):
 
     # --- the thread -----------------------------------------------------------------------------------
 
-    def look(self) -> float:
-        """One check of the thread. Returns the seconds until the next one."""
-        if self._own is not None and self._own.is_vague:
+    def look(self) -> None:
+        """One check of the thread."""
+        if (own := self._own) is not None and not own.error:
             self._find_exception()
-            return SEARCH_S
         waiting = self.count_look()
-        try:
-            if self.watch is not None:
-                self.watch.look()
-        except dist.DistError:  # the store has ended
-            raise
-        except Exception:  # reports of waits are a help; failures are told without them, too
-            self.watch = None
-            _log.exception("Who waits for whom is not reported any more on this rank")
-        if waiting is None or self.wait_looks == 0:
+        if self.watch is not None:
+            self.watch.look()
+        if waiting is None or self.quiet_looks == 0:
             self._suspects.clear()
             self._ended_looks = 0
             if self._stuck is not None:
                 self._stuck = None
                 self._board.post(f"stuck/{self.rank}", None)
-            return INTERVAL_S
-        if self.wait_looks > 1 and self.failure is None:
+            return
+        if self.quiet_looks > 1 and self.failure is None:
             with self._lock:
                 self._look_at_failures(waiting)
-                is_time = self.wait_looks >= STUCK_LOOKS and self.wait_looks % 2 == 0
+                is_time = self.quiet_looks >= STUCK_LOOKS and self.quiet_looks % 2 == 0
                 if self.failure is None and is_time and waiting is self.waiting:
                     self._look_for_deadlock(waiting)
         if self.failure is not None and waiting is self.last_wait:
@@ -336,9 +341,8 @@ class FailureMonitor(RankActivity):
             self._ended_looks += 1
             if self._ended_looks == PATIENCE_LOOKS:
                 # Nothing can end the waits of some back ends: the log has to say why this one is in vain.
-                text = self.failure.text(subject_of(waiting.event, waiting.name))
+                text = self.failure.text(waiting.subject)
                 _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
-        return INTERVAL_S
 
     def _look_at_failures(self, waiting: Wait) -> None:
         """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
@@ -349,7 +353,7 @@ class FailureMonitor(RankActivity):
                 return self._take(note)
             if note.rank in ranks and self._heeds(note) and note.issued < number:
                 self._suspects[note.key] += 1
-                if self._suspects[note.key] >= PATIENCE_LOOKS and not note.is_vague:
+                if self._suspects[note.key] >= PATIENCE_LOOKS and note.error:
                     self._take(note)
                 return
 
@@ -379,11 +383,6 @@ class FailureMonitor(RankActivity):
             self.report(error, "its program")
 
 
-def _text_of(error: BaseException) -> str:
-    kind = type(error).__name__
-    return f"{kind}: {error}"[:2000] if str(error) else kind
-
-
 NO_OTHERS = FailureMonitor(None, 0)
 """The monitor of a job without other ranks, or without a store."""
 
@@ -409,12 +408,13 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
     own = weakref.ref(monitor, lambda _: has_ended.set())
 
     def look() -> None:
-        pause_s = INTERVAL_S
-        while not has_ended.wait(pause_s) and (looking := own()) is not None:
+        while not has_ended.wait(INTERVAL_S) and (looking := own()) is not None:
             try:
-                pause_s = looking.look()
+                looking.look()
             except dist.DistError:  # the store has ended, and the process will
-                pause_s = INTERVAL_S
+                pass
+            except Exception:
+                _log.exception("Could not look for failures of other ranks")
             del looking
 
     def at_exit() -> None:

@@ -8,15 +8,16 @@ a broadcast goes along one dimension after the other, from the ranks that have t
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, default_device_type, device_of
-from shardwise.torch_compat import c10d
+from shardwise.layout.mesh import Axis, axes_of, default_device_type, device_of, ranks_along
+
+T = TypeVar("T")
 
 
 def axes_of_model(model: nn.Module) -> list[Axis]:
@@ -56,14 +57,15 @@ def device_of_model(model: nn.Module) -> torch.device:
     return torch.device(default_device_type("shardwise"))
 
 
-def ranks_of_model(model: nn.Module) -> list[int]:
-    """Global ranks that hold ``model``, the first along all axes first. Collective."""
-    found = [own_rank()]
-    for axis in axes_of_model(model):
+def gather_from_all(axes: Sequence[Axis], own: T) -> dict[int, T]:
+    """The values of all ranks that ``axes`` connect, by global rank in ascending order. Collective."""
+    found = {own_rank(): own}
+    for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
         everyone: list[Any] = [None] * axis.world
         dist.all_gather_object(everyone, found, group=axis.pg)
-        found = [rank for ranks in everyone for rank in ranks if rank is not None]
-    return list(dict.fromkeys(found))
+        for each in everyone:
+            found.update(each)
+    return dict(sorted(found.items()))
 
 
 def is_first(axes: Sequence[Axis]) -> bool:
@@ -74,21 +76,19 @@ def is_first(axes: Sequence[Axis]) -> bool:
 class Broadcast:
     """Broadcasts from global rank ``src``, or from the first rank, to all ranks that ``axes`` connect.
 
-    Collective, as are its methods.
+    Collective, as are its methods. All ranks name the same ``src``.
 
     Raises:
-        ValueError: ``src`` is not among these ranks, or they name different ones. All of them raise.
+        ValueError: ``src`` is not among these ranks. All of them raise.
     """
 
     def __init__(self, axes: Sequence[Axis], src: int | None, device: torch.device) -> None:
-        own = own_rank()
-        self.is_source = is_first(axes) if src is None else own == src
+        self.is_source = is_first(axes) if src is None else own_rank() == src
         self._steps: list[tuple[Axis, int]] = []
         self._device = device
         self._has_single_axis = len(axes) == 1
-        self._check_one_holds(axes, src, own)
         has_it = self.is_source
-        for axis in [*axes, *axes[-2::-1]] if axes else []:
+        for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
             # The highest rank that has the value sends it; -1: no rank of this axis has it yet.
             sender = torch.tensor([axis.rank if has_it else -1, 0 if has_it else 1], device=device)
             dist.all_reduce(sender, op=dist.ReduceOp.MAX, group=axis.pg)
@@ -96,23 +96,11 @@ class Broadcast:
             if rank >= 0 and is_missing:
                 self._steps.append((axis, rank))
                 has_it = True
-
-    def _check_one_holds(self, axes: Sequence[Axis], src: int | None, own: int) -> None:
-        nobody = -(2**31)
-        extremes = torch.tensor([own, -own] if self.is_source else [nobody, nobody], device=self._device)
-        if axes:
-            all_reduce_max(extremes, axes)
-        last, first = extremes[0].item(), -extremes[1].item()
-        if last == nobody:
-            ranks = sorted({rank for axis in axes for rank in c10d.ranks_of(_group(axis))} | {own})
+        if not has_it:
+            ranks = sorted({rank for axis in axes for rank in ranks_along(axis)} | {own_rank()})
             raise ValueError(
-                f"rank {src} does not hold this model: this rank ({own}) shares it with {ranks}, and those "
-                "with others perhaps. Name one of the ranks that were given the model, by its global rank."
-            )
-        if last != first:
-            raise ValueError(
-                f"ranks {first} and {last} were both named as the source, by different ranks (here: {src}). "
-                "All ranks have to name the same one."
+                f"rank {src} does not hold this model: this rank shares it with {ranks}, and those with "
+                "others perhaps. Name one of the ranks that were given the model, by its global rank."
             )
 
     @property
@@ -136,8 +124,3 @@ class Broadcast:
 def own_rank() -> int:
     """The global rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    assert axis.pg is not None
-    return axis.pg

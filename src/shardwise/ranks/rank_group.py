@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis, device_of_group
-from shardwise.ranks.agreement import run_on_all_ranks
+from shardwise.ranks.agreement import kind_of, run_on_all_ranks
+from shardwise.ranks.model_ranks import gather_from_all
 
 T = TypeVar("T")
 
@@ -30,11 +31,7 @@ class RankGroup:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        if self.pg is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.pg)
-        return values
+        return list(gather_from_all(self._axes, value).values())
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """Every rank's value, on the first rank only."""
@@ -70,9 +67,8 @@ class RankGroup:
         if len(set(digests)) == 1:
             return [value]
         firsts = [rank for rank, each in enumerate(digests) if digests.index(each) == rank]
-        pickled = self.run_on_all_ranks(
-            lambda: pickle.dumps(value)
-        )  # a failure to pickle is raised on all ranks
+        # A failure to pickle is raised on all ranks.
+        pickled = self.run_on_all_ranks(lambda: pickle.dumps(value))
         return [pickle.loads(self.broadcast_object(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
@@ -92,7 +88,15 @@ class RankGroup:
             explain: the text of an error of this rank, before it is told to the others.
             says_rank: begin with the rank that failed, where not all did.
         """
-        return run_on_all_ranks(self._axes, self._device, act, explain=explain, says_rank=says_rank)
+
+        def explained() -> T:
+            try:
+                return act()
+            except Exception as error:
+                raise kind_of(error)(explain(error)) from error
+
+        told = act if explain is str else explained
+        return run_on_all_ranks(self._axes, self._device, told, says_rank=says_rank)
 
     def on_first(self, act: Callable[[], Any], explain: Callable[[Exception], str] = str) -> None:
         """`act()` on the first rank; what it raises is raised on all."""

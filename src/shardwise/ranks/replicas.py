@@ -7,15 +7,16 @@ groups.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.layout.fqns import listed_ranks
 from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, ranks_along
-from shardwise.ranks.model_ranks import Broadcast
+from shardwise.ranks.model_ranks import Broadcast, gather_from_all
 from shardwise.torch_compat import c10d, dtensor, tensor_impl
 
 Named = tuple[str, Tensor]
@@ -46,54 +47,31 @@ def are_fake(axes: Sequence[Axis], device: torch.device) -> bool:
 
 PIECE_WORDS = 1 << 15
 """Words that a checksum takes at a time: on the host they stay in the cache through all passes."""
-_ROWS_ON_DEVICES = 128  # on devices fewer launches matter more: this many pieces at once
 _FACTOR = 0x1E3779B97F4A7C15
 
 
 class Checksums:
-    """Checksums of the bits of tensors and their positions, computed on the devices of the tensors."""
+    """Checksums of the bits of tensors and their positions, computed on the devices of the tensors.
+
+    The memory in which they are computed, some pieces at a time, is kept for the next tensor.
+    """
 
     def __init__(self) -> None:
-        self._pads: dict[torch.device, _ChecksumBuffers] = {}
+        self._buffers: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The checksum of ``tensor``, a scalar; None if it has no values, or is of an unknown subclass."""
+        """The checksum of ``tensor``, a scalar; None if it has no values, or is of an unknown subclass.
+
+        It depends on each bit and its position; NaNs are bits like others.
+        """
         inner = tensor_impl.plain_parts(tensor.detach())
         if not all(tensor_impl.is_plain(part) and not part.is_meta for part in inner):
             return None
-        return _combined([self._pad(part.device).number_of(part) for part in inner])
+        numbers = [self._of_plain(part) for part in inner]
+        return _combined(torch.stack([number.to(numbers[0].device) for number in numbers]))
 
-    def _pad(self, device: torch.device) -> "_ChecksumBuffers":
-        if device not in self._pads:
-            self._pads[device] = _ChecksumBuffers(device)
-        return self._pads[device]
-
-
-def _combined(numbers: Sequence[Tensor]) -> Tensor:
-    """Combine checksums into one that depends on their order."""
-    if len(numbers) == 1:
-        return numbers[0]
-    rows = torch.stack([number.to(numbers[0].device) for number in numbers])
-    return _mixed(rows, torch.arange(len(rows), device=rows.device)).sum()
-
-
-class _ChecksumBuffers:
-    """Memory in which checksums are computed, some pieces at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rows = 1 if device.type == "cpu" else _ROWS_ON_DEVICES
-        self._allocate(0)
-
-    def _allocate(self, num_words: int) -> None:
-        """Make room for pieces of ``num_words``, of which the largest tensor needs no more."""
-        self._words = torch.empty(self._rows, num_words, dtype=torch.int64, device=self._device)
-        self._spare = torch.empty_like(self._words)
-        self._positions = torch.arange(num_words, device=self._device).mul_(_FACTOR)
-
-    def number_of(self, tensor: Tensor) -> Tensor:
-        """A number that depends on each bit and its position; NaNs are bits like others."""
+    def _of_plain(self, tensor: Tensor) -> Tensor:
         contents = tensor.detach().contiguous().view(-1).view(torch.uint8)
         num_words, rest = divmod(len(contents), 8)
         whole = contents[: 8 * num_words]
@@ -101,28 +79,42 @@ class _ChecksumBuffers:
         is_aligned = contents.data_ptr() % 8 == 0 and contents.storage_offset() % 8 == 0
         words = whole.view(torch.int64) if is_aligned else whole.clone().view(torch.int64)
         num_full = num_words // PIECE_WORDS
-        sums = [
-            self._sums_of(piece)
-            for piece in words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS).split(self._rows)
-        ]
+        pieces = words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS)
+        sums = [self._sums_of(rows) for rows in pieces.split(_num_rows(tensor.device)) if len(rows)]
         last = words[num_full * PIECE_WORDS :]
         if rest:
             last = torch.cat([last, torch.zeros(1, dtype=torch.int64, device=tensor.device)])
             last[-1:].view(torch.uint8)[:rest].copy_(contents[8 * num_words :])
-        sums.append(self._sums_of(last.unsqueeze(0)))
-        if len(sums) == 1:
-            return sums[0].squeeze()
-        total = torch.cat(sums)
-        return _mixed(total, torch.arange(len(total), device=tensor.device)).sum()
+        return _combined(torch.cat([*sums, self._sums_of(last.unsqueeze(0))]))
 
     def _sums_of(self, pieces: Tensor) -> Tensor:
         """A checksum for each row of words."""
         rows, count = pieces.shape
-        if count > len(self._positions):
-            self._allocate(count)
-        words, spare = self._words[:rows, :count], self._spare[:rows, :count]
-        torch.add(pieces, self._positions[:count], out=words)
+        if pieces.device not in self._buffers or count > len(self._buffers[pieces.device][2]):
+            self._allocate(count, pieces.device)
+        words, spare, positions = self._buffers[pieces.device]
+        words, spare = words[:rows, :count], spare[:rows, :count]
+        torch.add(pieces, positions[:count], out=words)
         return _mix(words, spare).sum(1)
+
+    def _allocate(self, num_words: int, device: torch.device) -> None:
+        """Make room for pieces of ``num_words``, of which the largest tensor needs no more."""
+        words = torch.empty(_num_rows(device), num_words, dtype=torch.int64, device=device)
+        positions = torch.arange(num_words, device=device).mul_(_FACTOR)
+        self._buffers[device] = words, torch.empty_like(words), positions
+
+
+def _num_rows(device: torch.device) -> int:
+    """How many pieces are computed at once: on devices fewer launches matter more."""
+    return 1 if device.type == "cpu" else 128
+
+
+def _combined(numbers: Tensor) -> Tensor:
+    """Combine numbers into one that depends on their order."""
+    if len(numbers) == 1:
+        return numbers[0]
+    mixed = numbers + torch.arange(len(numbers), device=numbers.device) * _FACTOR
+    return _mix(mixed, torch.empty_like(mixed)).sum()
 
 
 def _mix(words: Tensor, spare: Tensor) -> Tensor:
@@ -132,11 +124,6 @@ def _mix(words: Tensor, spare: Tensor) -> Tensor:
     words.bitwise_xor_(spare).mul_(-0x6B2FB644ECCEEE15)
     torch.bitwise_right_shift(words, 32, out=spare)
     return words.bitwise_xor_(spare)
-
-
-def _mixed(words: Tensor, positions: Tensor) -> Tensor:
-    words = words + positions * _FACTOR
-    return _mix(words, torch.empty_like(words))
 
 
 @dataclass(frozen=True)
@@ -230,8 +217,7 @@ def differing(claims: Sequence[Claim], axes: Sequence[Axis], device: torch.devic
 def _differ_along(axis: Axis, table: Tensor) -> Tensor:
     """Whether anything in ``table`` differs between the ranks of ``axis``, found with two numbers."""
     is_changed, numbers = table[0], table[1]
-    told = torch.where(is_changed != 0, _FACTOR, numbers)
-    total = _mixed(told, torch.arange(len(told), device=told.device)).sum()
+    total = _combined(torch.where(is_changed != 0, _FACTOR, numbers))
     extremes = torch.stack([total, ~total])  # the maximum of ~total is the minimum of total
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.pg)
     return extremes[0] != ~extremes[1]
@@ -271,80 +257,67 @@ def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
 
 
 def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: Sequence[Axis]) -> Findings:
-    rank = dist.get_rank()
-    names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
-    shown = set(list(names)[:_MOST_LOOKED_AT])
+    own_names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
+    shown = set(list(own_names)[:_MOST_LOOKED_AT])
+    own_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True)
+    for claim, is_it, is_changed, number in rows:
+        if is_it and claim.name in shown and claim.takes_part and not is_changed:
+            own_numbers[claim.name, claim.ranks] = number
+    names: dict[str, None] = {}
     numbers: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), own[3].tolist(), strict=True)
-    for claim, is_it, is_changed, number, telling in rows:
-        if is_it and claim.name in shown and claim.takes_part and (not is_changed or telling != _LEAST):
-            numbers[claim.name, claim.ranks] = {rank: number}
-    # There and back, as in all_reduce_max.
-    for axis in [*axes, *axes[-2::-1]]:
-        others: list[Any] = [None] * axis.world
-        dist.all_gather_object(others, (names, numbers), group=axis.pg)
-        for their_names, their_numbers in others:
-            names |= their_names
-            for key, by_rank in their_numbers.items():
-                numbers.setdefault(key, {}).update(by_rank)
+    for rank, (its_names, its_numbers) in gather_from_all(axes, (own_names, own_numbers)).items():
+        names |= its_names
+        for key, number in its_numbers.items():
+            numbers.setdefault(key, {})[rank] = number
     as_first: set[int] = set()
     unlike: set[int] = set()
     for by_rank in numbers.values():
         wanted = by_rank[min(by_rank)]
         as_first |= {other for other, number in by_rank.items() if number == wanted}
         unlike |= {other for other, number in by_rank.items() if number != wanted}
-    in_order = dict.fromkeys([*(claim.name for claim in claims if claim.name in names), *names])
-    return Findings(list(in_order), sorted(as_first), sorted(unlike))
+    return Findings(list(names), sorted(as_first), sorted(unlike))
 
 
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
-    first, *others = findings.names
-    more = f" and {len(others)} more" if others else ""
-    return f"{first}{more}: {of_these} {_some(findings.others)} {on_ranks} {_some(findings.as_first)}"
-
-
-def _some(ranks: list[int]) -> str:
-    if len(ranks) <= 2 * _MOST_LOOKED_AT:
-        return str(ranks)
-    return f"[{', '.join(map(str, ranks[:_MOST_LOOKED_AT]))}, ... {ranks[-1]}] ({len(ranks)} in all)"
+    first, *rest = findings.names
+    more = f" and {len(rest)} more" if rest else ""
+    others, as_first = listed_ranks(findings.others), listed_ranks(findings.as_first)
+    return f"{first}{more}: {of_these} {others} {on_ranks} {as_first}"
 
 
 def message_on_copies(findings: Findings) -> str:
     """The message about copies that differ."""
     return (
-        f"{_told(findings, 'the copies on ranks', 'differ from those on ranks')}. Replicas that start apart "
-        "stay apart: gradients are averaged, weights are not. Seed all ranks alike, or call "
+        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start apart stay apart: "
+        "gradients are averaged, weights are not. Seed all ranks alike, or call "
         "shardwise.init.sync_module_states(model) before the first forward."
     )
 
 
 def message_on_initial_values(findings: Findings) -> str:
     """The message about parameters that ranks have sharded from different values."""
-    told = _told(findings, "the values on ranks", "differed from those on ranks")
+    told = _told(findings, "the values on", "differed from those on")
     return (
-        f"{told} when fully_shard cut them. Each rank keeps its own part, so the parameter would be put "
-        "together from different models. Seed or load all ranks alike before fully_shard; or pass it (or "
-        "shard_model) sync_module_states=True, which sends around the values of the first rank; or give all "
-        "ranks their values between fully_shard and the first forward (load_full_state_dict, "
-        "load_checkpoint). check_equal_weights=False compares nothing."
+        f"{told} when fully_shard cut them, so their shards are parts of different models. Seed or load all "
+        "ranks alike before fully_shard, pass sync_module_states=True, or load the same values on all ranks "
+        "before the first forward. check_equal_weights=False compares nothing."
     )
 
 
 def message_on_edits(findings: Findings) -> str:
     """The message about full parameters that ranks have changed in different ways."""
-    told = _told(findings, "what ranks", "have made of it inside unsharded() differs from what ranks")
+    told = _told(findings, "what was made of it inside unsharded() on", "differs from what was made on")
     return (
-        f"{told} have. Each rank writes its own rows back, so the parameter would be put together from "
-        "different ones; nothing was written. Make the same change on all ranks, or pass src_rank= to "
-        "take over that of one rank."
+        f"{told}. Nothing was written. Make the same change on all ranks, or pass src_rank= to take over "
+        "that of one rank."
     )
 
 
 # --- make them equal ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A rank's part of one tensor, by its coordinate on a mesh; None: a plain tensor, which it has whole."""
 
     coordinate: Sequence[int] | None
@@ -353,21 +326,16 @@ class TensorInfo:
 
     def fits(self, other: "TensorInfo") -> bool:
         """Whether both are parts of tensors of one shape and dtype."""
-        return (self.coordinate is None, self.shape, self.dtype) == (
-            other.coordinate is None,
-            other.shape,
-            other.dtype,
-        )
+        return (self.coordinate is None, *self[1:]) == (other.coordinate is None, *other[1:])
 
 
 def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
     """This rank's parts of the tensors."""
-    return [
-        TensorInfo(
-            t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None, tuple(t.shape), t.dtype
-        )
-        for _, t in named
-    ]
+    infos = []
+    for _, tensor in named:
+        coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+        infos.append(TensorInfo(coordinate, tuple(tensor.shape), tensor.dtype))
+    return infos
 
 
 def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:

@@ -4,8 +4,8 @@ Facts and text only. Asked by failures.py, after two seconds and after a wait ha
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
 from shardwise.ranks.activity import RankStatus
 
 Statuses = Mapping[int, RankStatus | None]
@@ -54,28 +54,16 @@ def deadlock(stuck: Statuses) -> str | None:
     reasons = [f"on rank {rank} {each.reason}" for rank, each in found.items() if each.reason]
     if not reasons:
         return disagreement_text(stuck)
-    waits = "; ".join(f"rank {rank} waits for {_what(each)}" for rank, each in found.items())
+    waits = _by_clause({rank: _doing(each) for rank, each in found.items()})
     return (
-        f"{'; '.join(reasons)}. The other ranks have met no such change: {waits}. Freeze and configure "
-        "the model alike on all ranks."
+        f"{'; '.join(reasons)}. The other ranks have met no such change: {'; '.join(waits)}. Freeze and "
+        "configure the model alike on all ranks."
     )
-
-
-def subject_of(event: str, name: str) -> str:
-    """The beginning of a message about a wait for ``event`` of ``name``."""
-    if event == "call":
-        return f"{name} failed"
-    return f"{name}: its {event} failed" if name else f"The {event} failed"
 
 
 def disagreement_text(waits: Statuses) -> str:
     """The message that ranks waited for different things, with the usual cause."""
-    told = "; ".join(
-        f"rank {rank} waited for {_what(wait)} ({wait.moment})"
-        if wait
-        else f"rank {rank} was in no call of shardwise"
-        for rank, wait in sorted(waits.items())
-    )
+    told = _by_clause({r: _doing(wait) if wait else "in no call of shardwise" for r, wait in waits.items()})
     steps = {wait.step if wait and wait.event != "call" else None for wait in waits.values()}
     are_in_one_step = len(steps) == 1 and None not in steps
     causes = [_DIFFERENT_MODULES] if are_in_one_step else []
@@ -83,8 +71,8 @@ def disagreement_text(waits: Statuses) -> str:
         # In one step: a rank reduces, and another does not, because its last microbatch is still to come.
         causes.append(_DIFFERENT_PLACES)
     return (
-        f"the ranks disagree on what to communicate: {told}. Collectives must be issued in the same order "
-        f"everywhere. Usual cause: {' Or: '.join(causes)}"
+        f"the ranks disagree on what to communicate: {'; '.join(told)}. Collectives must be issued in the "
+        f"same order everywhere. Usual cause: {' Or: '.join(causes)}"
     )
 
 
@@ -101,24 +89,18 @@ def ended_text(
         )
     named = f"rank {who} has ended; see its log"
     if who != peer and len(silent) > 1:
-        named = f"one of the ranks {', '.join(map(str, silent))} has ended; see their logs"
+        named = f"one of {listed_ranks(silent)} has ended; see their logs"
     return (
         f", because {named}. Its connection was closed, and it has told of no error: it was killed, "
         f"ran out of memory, crashed, or came to its end before the others. ({closed})"
     )
 
 
-def _what(wait: RankStatus) -> str:
-    if wait.event == "call":
-        return f"the others in {wait.name}()"
-    return f"the {wait.event} of '{wait.name}'" if wait.name else f"the {wait.event}"
-
-
 def report_of(statuses: Statuses) -> str:
     """Which ranks wait for what, and where those are that they wait for; empty if nobody waits for long."""
     shown: dict[int, RankStatus] = {}
     behind: set[int] = set()
-    left_out: dict[int, list[str]] = {}
+    left_out: dict[int, str] = {}
     for rank, own in statuses.items():
         if own is None or not own.is_late:
             continue
@@ -130,12 +112,12 @@ def report_of(statuses: Statuses) -> str:
         behind |= missing.keys()
         for other, kinds in missing.items():
             if kinds and own.kind not in kinds:
-                left_out.setdefault(other, kinds)
+                left_out.setdefault(other, _omission(*kinds))
     if not shown:
         return ""
-    lines = _alike({rank: _wait(status) for rank, status in shown.items()})
-    lines += _alike({rank: _whereabouts(statuses[rank]) for rank in sorted(behind - shown.keys())})
-    lines += _alike({rank: _omission(*kinds) for rank, kinds in left_out.items()})
+    lines = _by_clause({rank: _doing(status) for rank, status in shown.items()})
+    lines += _by_clause({rank: _whereabouts(statuses[rank]) for rank in sorted(behind - shown.keys())})
+    lines += _by_clause(left_out)
     if not behind:
         lines += _undelivered(shown, statuses)
     elif behind <= shown.keys():
@@ -147,35 +129,40 @@ def report_of(statuses: Statuses) -> str:
     return f"No progress for {longest_s:.0f} s: " + "; ".join(lines)
 
 
-def _wait(status: RankStatus) -> str:
-    """What a late rank waits for, as a clause without its subject."""
+# Clauses without a verb that would have to agree with the number of ranks.
+
+
+def _doing(status: RankStatus) -> str:
+    """What a rank waits for, and when."""
+    what = f"waiting for the {status.event}"
     if status.event == "call":
-        return f"{{is}} in {_literal(status.name)}() ({status.moment})"
-    device = "{is} with {its device} at" if status.is_on_device else "{waits} for"
-    named = f" of {_literal(status.name)}" if status.name else ""
-    return f"{device} the {status.event}{named} ({status.moment})"
+        what = f"in {status.name}()"
+    elif status.name:
+        what += f" of '{status.name}'"
+    return f"{what}{' on the device' if status.is_on_device else ''} ({status.moment})"
 
 
 def _whereabouts(status: RankStatus | None) -> str:
     """Where a rank is that others wait for."""
     if status is None:
-        return "{does} not answer: {it} {has} ended, {was} stopped, or {has} left the process group"
+        return "not answering: ended, stopped, or no longer in the process group"
     if status.has_ended:
-        return f"{{has}} ended after step {status.step}"
-    at = f", at {_literal(status.code)}" if status.code else ""
+        return f"ended after step {status.step}"
     if status.event:
-        return _wait(status) + at
-    if status.phase:
-        return f"{{computes}} ({status.moment}){at}"
-    if status.step == 0:
-        return "{has} not begun to train" + at
-    return f"{{has}} left the training loop after step {status.step}, or {{does}} something else there{at}"
+        where = _doing(status)
+    elif status.phase:
+        where = f"computing ({status.moment})"
+    elif status.step == 0:
+        where = "not training yet"
+    else:
+        where = f"in no step since step {status.step}"
+    return f"{where}, at {status.code}" if status.code else where
 
 
 def _omission(kind: str, *others: str) -> str:
     more = f" and {len(others)} more" if others else ""
     event, _, name = kind.partition(" ")
-    return f"{{has}} left out the {event} of {_literal(name)}{more}, so that later collectives miss one"
+    return f"left out the {event} of '{name}'{more}, so that later collectives miss one"
 
 
 def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[str]:
@@ -185,31 +172,10 @@ def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[st
     cause = "a device still computes, or the network does not deliver"
     if not any(status.is_on_device for status in shown.values()):
         cause = "the network does not deliver, or the back end needs ranks that compute"
-    return [*_alike(others), f"all ranks have issued what is waited for: {cause}"]
+    return [*_by_clause(others), f"all ranks have issued what is waited for: {cause}"]
 
 
-def _alike(clauses: Mapping[int, str]) -> list[str]:
-    """One line for all ranks of which the same is told, each clause with the verbs that agree with them."""
-    by_clause: dict[str, list[int]] = {}
-    for rank, clause in clauses.items():
-        by_clause.setdefault(clause, []).append(rank)
-    singular = ("is", "waits", "does", "has", "computes", "it", "its device", "was")
-    plural = ("are", "wait", "do", "have", "compute", "they", "their devices", "were")
-    return [
-        f"{_named(ranks)} "
-        + clause.format(**dict(zip(singular, plural if len(ranks) > 1 else singular, strict=True)))
-        for clause, ranks in by_clause.items()
-    ]
-
-
-def _literal(text: str) -> str:
-    """``text`` inside of a clause, where braces stand for verbs."""
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Ranks by number, neighbours as a range."""
-    neighbours = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])
-    runs = [[rank for _, rank in run] for _, run in neighbours]
-    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _by_clause(clauses: Mapping[int, str]) -> list[str]:
+    """One line for all ranks of which the same is told."""
+    alike = ranks_by_value(sorted(clauses.items()))
+    return [f"{listed_ranks(ranks)} {clause}" for clause, ranks in alike.items()]

@@ -23,7 +23,6 @@ from shardwise.ranks.board import Board
 from shardwise.ranks.verdicts import report_of
 from shardwise.torch_compat import interpreter
 
-DEFAULT_LIMIT_S = 30.0
 VARIABLE = "SHARDWISE_WAIT_LIMIT"
 
 _ASKED_IN_LIMIT = 6  # how often the board is asked for new rounds
@@ -37,7 +36,7 @@ def limit_of_environment() -> float | None:
     Raises:
         ValueError: it is no number from 0 on.
     """
-    text = os.environ.get(VARIABLE, "").strip() or str(DEFAULT_LIMIT_S)
+    text = os.environ.get(VARIABLE, "").strip() or "30"
     try:
         limit_s = float(text)
     except ValueError:
@@ -94,9 +93,8 @@ class StallReporter:
             self._join_round(limit)
         if self._looks_in_round is None and is_late and quiet >= self._told_until:
             self._told_until = quiet + limit
-            self._leads = (
-                self._board.count(f"rounds/{self._round + 1}") == 1
-            )  # or another rank has just asked
+            # Or another rank has just asked.
+            self._leads = self._board.count(f"rounds/{self._round + 1}") == 1
             if self._leads:
                 self._board.count("rounds")
             self._join_round(limit)

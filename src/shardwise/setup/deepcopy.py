@@ -13,11 +13,11 @@ from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket
-from shardwise.compile.hooks import wrap_method, wrapped_methods
 from shardwise.engine.module_state import ModuleState, drive
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.params.parameter import Param, Site
+from shardwise.setup.hooks import wrap_method, wrapped_methods
 from shardwise.setup.outside_calls import explain_calls
 from shardwise.torch_compat import dtensor
 

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from shardwise.buckets.bucket import ShardStorage
+from shardwise.engine.module_state import under_compile
 from shardwise.fsdp_module import FSDPModule
-from shardwise.fsdp_module.arguments import check_bool
-from shardwise.fsdp_module.identity import under_compile
-from shardwise.groups.added_parameters import owner_of
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean, uncompiled
 from shardwise.layout.mesh import ShardMesh
 from shardwise.setup.sharded_class import original_class
@@ -164,12 +163,6 @@ def check_offload(policy: Any) -> bool:
             "False."
         )
     return hasattr(policy, "pin_memory")
-
-
-def check_flags(caller: str, **flags: Any) -> None:
-    """Refuse what is neither True nor False."""
-    for name, value in flags.items():
-        check_bool(caller, name, value)
 
 
 def check_ignored(ignored_params: Any) -> set[int]:

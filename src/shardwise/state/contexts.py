@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.engine.module_state import ModuleState, is_sharded, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
-from shardwise.fsdp_module.identity import is_sharded
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -271,7 +270,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
     """
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     device = mesh_device(module) if params else None
-    axes = [] if device is None or are_fake(axes_of(params), device) else axes_of(params)
+    axes = [] if device is None else axes_of(params)
     with monitor_of_job().call(caller, lambda: axes_of_given(module)):
         return run_on_all_ranks(axes, device or torch.device("cpu"), check, caller=caller, same=same)
 

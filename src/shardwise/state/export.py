@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.full_tensors import batches, full_bytes, gather_full
+from shardwise.comm.full_tensors import batches, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.model_ranks import axes_of_model, device_of_model, is_first, own_rank, ranks_of_model
+from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
 from shardwise.state.names import check_at_rest, entries_of
@@ -86,7 +86,7 @@ def save_safetensors(
     told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
     told["metadata"] = sorted((metadata or {}).items())
     run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
-    ranks = ranks_of_model(model)
+    ranks = list(gather_from_all(axes, None))
     job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
@@ -155,7 +155,7 @@ def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> 
     files = []
     for index, cut in enumerate(cuts):
         name = SINGLE if len(cuts) == 1 else f"model-{index + 1:05}-of-{len(cuts):05}.safetensors"
-        num_bytes = sum(full_bytes(values[i], dtypes[i]) for i in cut)
+        num_bytes = sum(values[i].numel() * dtypes[i].itemsize for i in cut)
         files.append(_File(name, [names[i] for i in cut], [dtypes[i] for i in cut], num_bytes))
     return files
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
+from shardwise.fsdp_module.arguments import check_flags
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean
@@ -31,7 +32,7 @@ from shardwise.state.loading import (
     of_mapping,
 )
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import StateEntry, check_flags, check_idle, check_rank, entries_of
+from shardwise.state.names import StateEntry, check_idle, check_rank, entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")

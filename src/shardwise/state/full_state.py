@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
+from shardwise.fsdp_module.arguments import check_flags
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_given, axes_of_model, device_of_model
-from shardwise.state.names import check_at_rest, check_flags, entries_of, parameters_of
+from shardwise.state.names import check_at_rest, entries_of, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
 State = dict[str, Any]

@@ -27,10 +27,6 @@ DTYPES = {
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
 
 
-class BadFile(RuntimeError):
-    """A file that is missing, damaged, or not what it should be."""
-
-
 def import_safetensors() -> Any:
     """Import safetensors, which is an optional dependency."""
     try:
@@ -47,7 +43,7 @@ class ModelFiles:
     """Open safetensors files. Headers are read when they are opened, values slice by slice.
 
     Raises:
-        BadFile: naming the file, and what it should hold.
+        RuntimeError: naming the file, and what it should hold.
         ImportError: the package safetensors is missing.
     """
 
@@ -80,15 +76,15 @@ class ModelFiles:
                 if expected is None
                 else f", which should hold {', '.join(expected[:4])} according to the index"
             )
-            raise BadFile(f"{path} does not exist{held}. Was a part of the model not copied?") from None
+            raise RuntimeError(f"{path} does not exist{held}. Was a part of the model not copied?") from None
         except Exception as error:
-            raise BadFile(
+            raise RuntimeError(
                 f"{path} cannot be read as safetensors ({error}): it is damaged, or was not written to its "
                 "end."
             ) from None
         there = list(file.keys())
         if lost := [name for name in expected or () if name not in there]:
-            raise BadFile(f"{path} does not hold {', '.join(lost[:4])}, which the index says is there.")
+            raise RuntimeError(f"{path} does not hold {', '.join(lost[:4])}, which the index says is there.")
         for key in there if expected is None else expected:
             piece, name = file.get_slice(key), clean(key)
             self._slices[name] = path, piece
@@ -99,13 +95,13 @@ class ModelFiles:
         try:
             return piece[region.slices] if region.sizes else piece[...]
         except Exception as error:
-            raise BadFile(f"{path}: {name} cannot be read ({error}).") from None
+            raise RuntimeError(f"{path}: {name} cannot be read ({error}).") from None
 
 
 def _dtype_of(path: Path, key: str, piece: Any) -> torch.dtype:
     found = piece.get_dtype()
     if found not in DTYPES:
-        raise BadFile(f"{path}: {key} is of the dtype {found}, for which torch has no tensors.")
+        raise RuntimeError(f"{path}: {key} is of the dtype {found}, for which torch has no tensors.")
     return DTYPES[found]
 
 
@@ -122,7 +118,7 @@ def _files_of(source: Paths) -> dict[Path, list[str] | None]:
         found = sorted(path.glob("*.safetensors"))
         if len(found) == 1:
             return {found[0]: None}
-        raise BadFile(
+        raise RuntimeError(
             f"{path} has neither {INDEX} nor {SINGLE} in it"
             + (
                 f", but {len(found)} other safetensors files: pass those that belong together."
@@ -149,7 +145,7 @@ def _files_of_index(index: Path) -> dict[Path, list[str] | None]:
         weight_map = json.loads(index.read_text())["weight_map"]
         files: dict[Path, list[str] | None] = {}
         if outside := sorted({repr(file) for file in weight_map.values() if leaves_folder(file)}):
-            raise BadFile(
+            raise RuntimeError(
                 f"{index} names files outside of its folder: {listed(outside)}. Files of a model are beside "
                 "their index; put them there and name them so."
             )
@@ -158,9 +154,9 @@ def _files_of_index(index: Path) -> dict[Path, list[str] | None]:
             assert names is not None
             names.append(name)
     except FileNotFoundError:
-        raise BadFile(f"{index} does not exist.") from None
+        raise RuntimeError(f"{index} does not exist.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadFile(
+        raise RuntimeError(
             f"{index} is no index of safetensors files ({type(error).__name__}: {error})."
         ) from None
     return files

@@ -79,13 +79,6 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
         )
 
 
-def check_flags(caller: str, **flags: Any) -> None:
-    """Refuse flags that are neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
-
-
 def check_rank(caller: str, name: str, rank: Any) -> None:
     """Refuse anything but a global rank or None."""
     if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis
-from shardwise.ranks.agreement import from_all, run_on_all_ranks
+from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, own_rank
+from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, gather_from_all, own_rank
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
     StatePath,
@@ -72,7 +72,7 @@ def full_optimizer_state(
 
 def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> State:
     """The state of all parameters, of which each rank has some. Collective."""
-    outlines = from_all(axes, _outline_of(owned))
+    outlines = gather_from_all(axes, _outline_of(owned))
     joint: State = {}
     for rank, outline in outlines.items():
         missing = {name: values for name, values in outline.items() if name not in joint}

@@ -60,7 +60,7 @@ def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
                 "put together. Shard it in a module of its own and leave that out with recurse=False."
             )
     if options.with_gradients and group.gradients.state is not EMPTY:
-        waiting = [p.fqn for p in group.shards.params if p.gradient.is_deferred]
+        waiting = [p.fqn for p in group.shards.params if p.is_deferred]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
             "reduced, so that .grad does not show them yet. Run a backward with synchronisation first, or "
@@ -160,7 +160,7 @@ class _SummonedParam:
                 f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
                 "perhaps, and that of its full parameter was changed as well. The shard's stays."
             ]
-        self.param.gradient.set(None if new is None else self.part(new))
+        self.param.set_gradient(None if new is None else self.part(new))
         return []
 
     def _has_same(self, gradient: Tensor | None) -> bool:
@@ -177,13 +177,13 @@ class SummonedGroup:
         self._options = options
         self.summoned: list[_SummonedParam] = []
         group.adopt_changes()
-        group.unsharded.summon()
+        group.unsharded.step("summon")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for bucket in group.buckets:
                     self.summoned += self._summon(bucket)
         except BaseException:
-            group.unsharded.end_summon()
+            group.unsharded.step("end_summon")
             raise
         # A parameter that is deleted and registered again would come last in parameters().
         self._orders = {
@@ -235,7 +235,7 @@ class SummonedGroup:
         for module, names in self._orders.items():
             nn_modules.reorder(nn_modules.parameters(module), names)
         nn_modules.refresh_flat_weights(self._group.shards.rnns)
-        self._group.unsharded.end_summon()
+        self._group.unsharded.step("end_summon")
 
     def claims(self, checksums: Checksums) -> list[Claim]:
         """What has to be equal on all ranks so that the shards make up one parameter."""

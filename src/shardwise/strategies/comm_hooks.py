@@ -8,7 +8,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.comm.reducers import CommHookReducer, LowPrecisionReducer, QuantizedReducer, Reducer
+from shardwise.comm.communicators import unless_alone
+from shardwise.comm.quantized import QuantizedCollectives
+from shardwise.comm.reducers import HookedCollectives, LowPrecisionCollectives
 from shardwise.engine.module_state import ModuleState, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
@@ -70,20 +72,23 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
         module_state.root.refuse_at_work(_NAME, module_state.group)
         module_state.group.refuse_if_summoned(_NAME)
     make = _maker(state, hook)
-    reducers = [[make(bucket, m.group) for bucket in m.group.buckets] for m in module_states]
+    choices = [[make(bucket, m.group) for bucket in m.group.buckets] for m in module_states]
+    is_ready_made = isinstance(hook, (LowPrecisionReduction, QuantizedReduction))
     for module_state in module_states:
-        _check_group(module_state, isinstance(hook, (LowPrecisionReduction, QuantizedReduction)))
+        _check_group(module_state, divides_as_usual=is_ready_made)
     for module_state in module_states:
         module_state.root.hand_over(module_state.group, _NAME)
-    for module_state, own in zip(module_states, reducers, strict=True):
-        for bucket, reducer in zip(module_state.group.buckets, own, strict=True):
-            module_state.group.replan(partial(Bucket.communicate, reducer=reducer), bucket)
+    for module_state, own in zip(module_states, choices, strict=True):
+        for bucket, choice in zip(module_state.group.buckets, own, strict=True):
+            module_state.group.replan(partial(Bucket.communicate, **choice), bucket)
         module_state.group.choices.add(_NAME)
+        if is_ready_made:
+            module_state.group.choices.add(repr(hook))
         module_state.root.start_over()
 
 
-def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]:
-    """The function that makes the reducer of a bucket."""
+def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], dict[str, Any]]:
+    """The function that chooses the communicators of a bucket."""
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(
@@ -91,8 +96,10 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
                 "needs by itself. Pass None."
             )
         if isinstance(hook, LowPrecisionReduction):
-            return lambda bucket, group: LowPrecisionReducer(hook.dtype)
-        return lambda bucket, group: QuantizedReducer(hook.block_size, hook.error_feedback)
+            own = unless_alone(LowPrecisionCollectives, hook.dtype)
+        else:
+            own = unless_alone(QuantizedCollectives, hook.block_size, hook.error_feedback)
+        return lambda bucket, group: {"make_reduce_scatter": own, "make_all_reduce": own}
     if isinstance(hook, type) or not callable(hook):
         raise TypeError(
             f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
@@ -103,7 +110,7 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], Reducer]
 
 def _callers_hook(
     state: Any, hook: Callable[..., None], bucket: Bucket, group: ParameterGroup
-) -> CommHookReducer:
+) -> dict[str, Any]:
     shards = "shard" in bucket.mesh.roles
     wanted = ("state", "grad", "output") if shards else ("state", "grad")
     try:
@@ -116,7 +123,8 @@ def _callers_hook(
         ) from None
     except ValueError:
         pass  # a built-in that does not tell
-    return CommHookReducer(state, hook, shards=shards, replicas=bucket.mesh.replicate_axis.world)
+    make = partial(HookedCollectives, partial(hook, state), bucket.mesh.replicate_axis.world)
+    return {"make_reduce_scatter" if shards else "make_all_reduce": make}
 
 
 def _check_group(module_state: ModuleState, divides_as_usual: bool) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.engine.module_state import sharded_module_states
-from shardwise.fsdp_module.identity import is_sharded
+from shardwise.engine.module_state import is_sharded, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import listed, names_in
 from shardwise.layout.mesh import ShardMesh

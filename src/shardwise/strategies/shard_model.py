@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.module_state import sharded_module_states
-from shardwise.fsdp_module.identity import is_sharded
-from shardwise.fsdp_module.sharded_module import ShardedModule
+from shardwise.engine.module_state import is_sharded, sharded_module_states
+from shardwise.fsdp_module import ShardedModule
+from shardwise.fsdp_module.arguments import check_flags
 from shardwise.fully_shard import fully_shard
-from shardwise.groups.added_parameters import owner_of
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean, names_in
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
@@ -47,7 +47,6 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import (
-    check_flags,
     check_ignored,
     check_modules,
     class_name,

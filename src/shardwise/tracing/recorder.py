@@ -215,7 +215,7 @@ class TracedRoot(Feature):
     @property
     def knows_order(self) -> bool:
         """Whether a forward has recorded which group comes next."""
-        return self.root.prefetch.forward_order.is_planned
+        return bool(self.root.prefetch.forward_order.planned)
 
     def attach(self) -> None:
         """Begin to tell."""

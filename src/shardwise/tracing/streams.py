@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardwise.buckets.bucket import Bucket
+from shardwise.comm.communicators import Communicator
 from shardwise.comm.streams import CommStream, CommStreams, CommWork, StartWork
 from shardwise.ranks.activity import Wait
 from shardwise.tracing.records import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -38,15 +39,11 @@ class TracedStream:
         submitted = self.inner.submit(partial(self._transfers.start, work, start), users, awaited)
         self._transfers.submitted(work)
         wait = partial(self._transfers.wait, work, submitted.wait)
-        return CommWork(wait, submitted.synchronize, submitted.end)
+        return CommWork(wait, submitted.end)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """As of ``inner``; tells when."""
         return self.inner.copy_in(partial(self._transfers.copy, self._group, copy))
-
-    def wait_for(self, other: Any, work: CommWork) -> None:
-        """As of ``inner``."""
-        self.inner.wait_for(other.inner, work)
 
 
 class TracedStreams(CommStreams):
@@ -70,31 +67,23 @@ class TracedCalls:
     """The calls by which the buckets of one group issue collectives: each tells when, and how many bytes."""
 
     def __init__(self, buckets: Sequence[Bucket], transfers: "Transfers") -> None:
-        self._replaced: list[tuple[Any, str, Any]] = []
-        for bucket in buckets:
-            own = bucket.communication
-            places = [(own.all_gather, "all_gather"), (own.reduce_scatter, "reduce_scatter")]
-            if own.post_forward is not None:
-                places.append((own.post_forward, "all_gather"))
-            if own.sum_over_replicas is not None:
-                places.append((own, "sum_over_replicas"))
-            for owner, name in places:
-                call = getattr(owner, name)
-                traced = partial(transfers.issue, call)
-                setattr(owner, name, traced)
-                self._replaced.append((owner, name, traced))
+        self._calls = _calls_of(buckets)
+        for comm, name in self._calls:
+            setattr(comm, name, partial(transfers.issue, getattr(comm, name)))
 
     def covers(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the buckets still issue by these calls, which end when a group is laid out anew."""
-        traced = [getattr(owner, name) for owner, name, _ in self._replaced]
-        own = {id(call) for _, _, call in self._replaced}
-        return all(id(call) in own for call in traced) and all(
-            id(bucket.communication.all_gather.all_gather) in own for bucket in buckets
-        )
+        """Whether the buckets still issue by these calls: they may be given other communicators."""
+        return self._calls == _calls_of(buckets)
 
     def remove(self) -> None:
         """Put the calls back."""
-        for owner, name, traced in self._replaced:
-            if getattr(owner, name) is traced:
-                setattr(owner, name, traced.args[0])
-        self._replaced = []
+        for comm, name in self._calls:
+            delattr(comm, name)
+
+
+def _calls_of(buckets: Sequence[Bucket]) -> list[tuple[Communicator, str]]:
+    calls: list[tuple[Communicator | None, str]] = []
+    for own in [bucket.communication for bucket in buckets]:
+        calls += [(own.all_gather, "all_gather"), (own.post_forward, "all_gather")]
+        calls += [(own.reduce_scatter, "reduce_scatter"), (own.over_replicas, "all_reduce")]
+    return [(comm, name) for comm, name in calls if comm is not None]

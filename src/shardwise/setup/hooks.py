@@ -1,0 +1,164 @@
+"""The hooks by which calls of modules drive their groups, and methods other than forward that do the same."""
+
+import inspect
+from collections.abc import Sequence
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.forward import after_forward, before_forward
+from shardwise.engine.module_state import ModuleState, is_sharded, module_state_of, under_compile
+from shardwise.fsdp_module import FSDPModule
+from shardwise.groups.states import SUMMONED
+from shardwise.params.initial_values import record_full_load
+from shardwise.torch_compat import dynamo
+
+_WRAPPED = "_shardwise_methods"
+
+
+def install_hooks(module_state: ModuleState) -> None:
+    """Drive the group of ``module_state`` by the forwards of its modules.
+
+    Our hook before forward is the first, and the one after it the last, also among those registered later:
+    the caller's own hooks see full parameters, and the outputs that they return announce backward. The one
+    after it runs after an exception as well.
+    """
+    for module in module_state.group.modules:
+        after = module.register_forward_hook(
+            partial(after_forward, module_state), with_kwargs=True, always_call=True
+        )
+        before = partial(before_forward, module_state, after.id)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_load_state_dict_pre_hook(partial(_before_load, module_state))
+        module.register_load_state_dict_post_hook(partial(_after_load, module_state))
+
+
+def _before_load(
+    module_state: ModuleState, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Full tensors in a state dict become shards: each rank takes its part."""
+    if module_state.group.unsharded.state is SUMMONED:
+        return  # full parameters are what is loaded into
+    names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
+    for param in module_state.group.shards.params:
+        for site in param.sites:
+            key = ".".join(part for part in (names.get(site.module), site.name) if part)
+            if site.module in names and key in state:
+                is_full = param.is_full_value(state[key])
+                record_full_load(param, state[key] if is_full else None)
+                if is_full:
+                    state[key] = param.as_shard(state[key])
+                    module_state.group.plan_changed()
+
+
+def _after_load(module_state: ModuleState, module: nn.Module, incompatible_keys: Any) -> None:
+    """Shards that ``load_state_dict(assign=True)`` put in place move into the buffer at once."""
+    module_state.group.adopt_when_moved()
+    if not incompatible_keys.missing_keys:
+        module_state.group.partly_loaded = None
+
+
+def wrap_method(module: nn.Module, name: str, module_state: ModuleState) -> None:
+    """Let ``module.<name>(...)`` unshard and free as ``module(...)`` does."""
+    method = getattr(module, name)
+
+    @wraps(method)
+    def unsharding_call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before_forward(module_state, None, module, args, kwargs) or (args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            after_forward(module_state, module, args, kwargs, None)
+            raise
+        changed = after_forward(module_state, module, args, kwargs, output)
+        return output if changed is None else changed
+
+    # Compiled by itself, it would have one hook inside of a graph and one outside.
+    dynamo.skip_frame(unsharding_call)
+    setattr(module, name, unsharding_call)
+    module.__dict__.setdefault(_WRAPPED, set()).add(name)
+
+
+def wrapped_methods(module: nn.Module) -> set[str]:
+    """Names of the methods of ``module`` that were wrapped so."""
+    return module.__dict__.get(_WRAPPED, set())
+
+
+def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
+    """Let several root modules share their communication streams, as pipeline stages on one rank should.
+
+    Saves the memory that the caching allocator would reserve for each stream. Changes nothing on a CPU mesh,
+    which has no streams. Needs no communication.
+
+    Args:
+        modules: a list or tuple of sharded root modules; an empty one does nothing.
+
+    Raises:
+        TypeError: ``modules`` is not a list or tuple, or a module in it is not sharded.
+
+    Example::
+
+        share_comm_ctx([first_stage, last_stage])
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
+        )
+    for index, module in enumerate(modules):
+        if not is_sharded(module):
+            raise TypeError(
+                f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
+                "it first."
+            )
+    if modules:
+        first, *others = [module_state_of(under_compile(module)).root.lazy_init for module in modules]
+        first.share_streams(others)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>(...)`` unshard parameters as ``module(...)`` does.
+
+    For modules that are run through other methods than forward, such as ``generate`` or ``encode``. Each
+    call costs the all-gathers of a forward; its backward reduces gradients as usual.
+
+    Args:
+        module: any module. One that is not sharded is left as it is, so that callers need not check.
+        method_name: the name of one of its methods, which returns when it is done.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``, or ``method_name`` is not a string.
+        ValueError: the module has no method of this name.
+        NotImplementedError: the method is a generator or a coroutine: it returns before it has run, and its
+            parameters would be resharded too early.
+
+    Example::
+
+        register_fsdp_forward_method(model, "encode")
+        features = model.encode(images)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"register_fsdp_forward_method: method_name is {method_name!r}, a {type(method_name).__name__}; "
+            "pass the method's name as a string."
+        )
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
+        )
+    method = inspect.unwrap(getattr(module, method_name))
+    if (
+        inspect.isgeneratorfunction(method)
+        or inspect.iscoroutinefunction(method)
+        or inspect.isasyncgenfunction(method)
+    ):
+        raise NotImplementedError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a "
+            "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
+            "the methods it calls for each piece, or collect the pieces in a method that returns them."
+        )
+    module = under_compile(module)
+    if isinstance(module, FSDPModule):
+        wrap_method(module, method_name, module_state_of(module))
