@@ -91,7 +91,9 @@ class WholeParameters(Optimizer):
     Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``, in which the
     host waits once for a device. A step raises on all ranks where some have a gradient that others lack;
     where the class raises in the first step, no parameter has changed. Random numbers, if the class draws
-    any, are drawn by each instance.
+    any, are drawn by each instance. A parameter without gradient stays as it is, whatever the class does
+    with such; and what instances keep in attributes begins anew with ``add_param_group`` and
+    ``load_state_dict``, as it does for any optimizer that is loaded.
 
     ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
     what it owns of what it is given, so that the state of the plain class in one process may be loaded on
