@@ -329,9 +329,6 @@ def test_parameters_without_gradients_change_where_the_class_changes_them(reques
     assert_as_plain(request, Way(2), sometimes, Kind(DecaysAll), 1)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a class that has not changed its groups in one step is not asked again"
-)
 def test_groups_change_in_some_steps(request: Any) -> None:
     assert_as_plain(request, Way(2), sometimes, Kind(ChangesAtTimes), 1)
 
