@@ -346,7 +346,7 @@ def test_state_that_is_a_ranks_own_is_not_saved(world2: World, run: Run) -> None
     text = message(world2.run(local_state, run))
     assert_expected_inline(
         text,
-        """ValueError: inlet.weight: Local keeps 'mine' of it as a plain tensor of shape (19,), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved.""",
+        """ValueError: inlet.weight: Local keeps 'mine' of it as a plain tensor of shape (19,), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved.""",
     )
 
 

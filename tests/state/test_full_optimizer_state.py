@@ -342,8 +342,8 @@ def test_state_of_a_ranks_own_is_not_taken_for_the_whole(world2: World) -> None:
         assert_expected_inline(
             "\n".join(told),
             """\
-ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved. (ranks 0, 1 failed)
-ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. Optimizers whose state has the form of the parameters can be saved. (ranks 0, 1 failed)""",
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)""",
         )
 
 

@@ -379,10 +379,9 @@ strategy="auto": rank 0 has 'ddp', rank 1 has 'zero2'. Pass the same
 on all ranks.
 
 ValueError: fully_shard: the mesh has 3 dimensions (dim 0=1, dim 1=2,
-dim 2=1); pass one (shard) or two (replicate, shard) of them, as
+dim 2=1). Pass one (shard) or two (replicate, shard) of them, as
 mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims which
-are data-parallel. Dimensions of tensor parallelism are found at the
-parameters.""",
+are data-parallel.""",
     )
 
 

@@ -293,7 +293,7 @@ class OwnerExchange:
     def scatter(self, stacks: Sequence[Stack], results: Sequence[Tensor], write: Write) -> None:
         """Send back what was made of what was gathered. Collective."""
         (among,) = self._among
-        among.send_back(among.only_round, stacks, results, write)()
+        among.send_back(among.only_round, [stack.blocks for stack in stacks], results, write)()
 
 
 class _RankExchange:
@@ -348,8 +348,10 @@ class _RankExchange:
             arriving = self.send_there(rounds[index + 1], read) if index + 1 < len(rounds) else None
             wait()
             results = function((number, index), stacks)
-            yield partial(self.send_back, current, stacks, results)
-            del stacks, results
+            blocks = [stack.blocks for stack in stacks]
+            del stacks  # results may have to wait until they are sent back; what they were made of does not
+            yield partial(self.send_back, current, blocks, results)
+            del results
 
     @property
     def only_round(self) -> Round:
@@ -410,13 +412,13 @@ class _RankExchange:
         ]
 
     def send_back(
-        self, current: Round, stacks: Sequence[Stack], results: Sequence[Tensor], write: Write
+        self, current: Round, blocks: Sequence[Sequence[Block]], results: Sequence[Tensor], write: Write
     ) -> Finish:
         """Send results to the ranks that have parts of them; what comes back is written at the end."""
         result_of = {
             block.key: view
-            for stack, result in zip(stacks, results, strict=True)
-            for block, view in zip(stack.blocks, result.unbind(), strict=True)
+            for some, result in zip(blocks, results, strict=True)
+            for block, view in zip(some, result.unbind(), strict=True)
         }
 
         def values(piece: BlockPiece) -> Sequence[Tensor]:

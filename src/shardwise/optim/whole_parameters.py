@@ -12,8 +12,8 @@ the state of what it owns, and nothing else:
 
 There is an instance for the parameters of a round, with param groups of its own. They get the hyperparameters
 of the caller's groups before a step, and what the class has changed in them, such as a count of steps, goes
-back to the caller's. Instances that change them differently have looked at more than one parameter: that is
-found before anything is written.
+back to the caller's. Instances that change them differently have looked at more than one parameter. That is
+found before anything is written, but in a step after one that has changed nothing.
 """
 
 import inspect
@@ -91,7 +91,9 @@ class WholeParameters(Optimizer):
     Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``, in which the
     host waits once for a device. A step raises on all ranks where some have a gradient that others lack;
     where the class raises in the first step, no parameter has changed. Random numbers, if the class draws
-    any, are drawn by each instance.
+    any, are drawn by each instance. A parameter without gradient stays as it is, whatever the class does
+    with such; and what instances keep in attributes begins anew with ``add_param_group`` and
+    ``load_state_dict``, as it does for any optimizer that is loaded.
 
     ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
     what it owns of what it is given, so that the state of the plain class in one process may be loaded on
@@ -243,8 +245,7 @@ class WholeParameters(Optimizer):
         self._instances: dict[RoundKey, _Instance] = {}
         self._state_beside = _beside_parameters(vars(self).get("state", {}))
         self._is_first_step = True
-        self._waits_for_changes = True  # until a step has shown that the class does not change its groups
-        self._problem: Exception | None = None
+        self._waits_for_changes = True  # while steps change the groups
 
     def _make_exchange(self, caller: str) -> None:
         """Make the exchange, the same on all ranks."""
@@ -305,7 +306,8 @@ class WholeParameters(Optimizer):
         Raises:
             TypeError: a gradient is not placed as its parameter can be; by name. All ranks raise.
             ValueError: ranks disagree on which parameters have gradients; or the class has computed
-                something over all parameters. All ranks raise, and no parameter has changed.
+                something over all parameters. All ranks raise, and no parameter has changed, but where it is
+                the first such step after one in which param groups stayed as they were.
         """
         if closure is not None and self._single_owner:
             return self._step_with_closure(closure)
@@ -313,13 +315,13 @@ class WholeParameters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        exchange, problem = self._made(), self._problem
+        exchange, problem = self._made(), None
         shards: _Shards | None = None
         try:
             self._refuse_other_optimizers()
             shards = _Shards(self._params, self._names)
         except Exception as error:
-            problem = problem or error
+            problem = error
         exchange.agree(STEP, shards.gradients if shards else (), problem)
         assert shards is not None
         self._step_rounds(exchange, shards)
@@ -363,13 +365,9 @@ class WholeParameters(Optimizer):
         travelling = range(len(self._params)) if self._is_first_step else shards.gradients
         with monitor_of_job().call(STEP, exchange.axes):
             exchange.run(shards.read, stepped, shards.write, travelling, check if waits else None)
+            if not waits:
+                check()
         self._is_first_step = False
-        if not waits and any(changes.values()):
-            self._problem = RuntimeError(
-                f"{STEP}: {self.optimizer_class.__name__} has changed its param groups in the step before, "
-                "which it did not in the first: instances may have changed them differently. Pass "
-                "single_owner=True."
-            )
 
     def _step_round(self, key: RoundKey, wholes: "Wholes") -> Changes:
         """Step what this rank owns of a round."""
@@ -404,7 +402,7 @@ class WholeParameters(Optimizer):
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """The owner of all runs the step of the class; the others evaluate with it, until it is over."""
         exchange = self._made()
-        exchange.agree(STEP, range(len(self._params)), self._problem)
+        exchange.agree(STEP, range(len(self._params)))
         with monitor_of_job().call(STEP, exchange.axes):
             shared = _SharedClosure(exchange, self._params, self._names, closure)
             wholes = shared.gather()
@@ -671,7 +669,7 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
                     "computes this over all parameters, of which each owner has some. Pass "
-                    "single_owner=True, which gives all of them to one. No parameter has changed."
+                    "single_owner=True, which gives all of them to one."
                 )
 
 

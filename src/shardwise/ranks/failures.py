@@ -317,8 +317,14 @@ class FailureMonitor(RankActivity):
         if (own := self._own) is not None and not own.error:
             self._find_exception()
         waiting = self.count_look()
-        if self.watch is not None:
-            self.watch.look()
+        try:
+            if self.watch is not None:
+                self.watch.look()
+        except dist.DistError:
+            raise
+        except Exception:  # failures are told all the same
+            self.watch = None
+            _log.exception("Long waits are not reported any more")
         if waiting is None or self.quiet_looks == 0:
             self._suspects.clear()
             self._ended_looks = 0

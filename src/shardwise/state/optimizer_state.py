@@ -75,7 +75,8 @@ def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> St
     outlines = gather_from_all(axes, _outline_of(owned))
     joint: State = {}
     for rank, outline in outlines.items():
-        missing = {name: values for name, values in outline.items() if name not in joint}
+        # A look at the state makes an empty one, which is the owner's as well if the class keeps none.
+        missing = {name: values for name, values in outline.items() if not joint.get(name)}
         broadcast = Broadcast(axes, rank, device)
 
         def sent(place: StatePath, leaf: Any, broadcast: Broadcast = broadcast) -> Any:
