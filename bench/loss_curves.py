@@ -2,8 +2,8 @@
 
 Claim: with torch's own `fully_shard` (`--peer torch`) the losses are the same but for rounding; with
 gradients and weights sent in fewer bytes (`--send-gradients`, `--send-weights`) validation is as good as
-exact, within what another seed makes; with Muon and with SOAP it is better than with AdamW at the same
-learning rate.
+exact, within what another seed makes; with Muon it is better than with AdamW at the same learning rate. SOAP
+(`--optimizer soap`, that of pytorch_optimizer) is there to be compared.
 
 How: the example's model, weights, batches and schedule, in a loop that takes either implementation, so that
 neither leans on the other. Takes the example's options, but for what its loop alone does (checkpoints,

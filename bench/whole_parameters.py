@@ -16,8 +16,9 @@ training.
 Refuted by a ratio above the claim by more than the noise (`--noise`: a second replicated one). Exits with 1
 where parameters differ at the end.
 
-    python bench/whole_parameters.py --processes 2
-    python bench/whole_parameters.py --processes 4 --layers 4
+    python bench/whole_parameters.py --processes 2 --optimizers soap
+    python bench/whole_parameters.py --processes 4 --layers 4 --optimizers soap
+    python bench/whole_parameters.py --processes 4 --width 256 --optimizers shampoo
     python bench/whole_parameters.py --processes 2 --optimizers adafactor --steps 10
 
 SOAP and Shampoo are those of pytorch_optimizer. Where that is not installed, SOAP is left out, and Shampoo is
