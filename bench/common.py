@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,6 +271,15 @@ def join(rank: int, processes: int, folder: str) -> None:
 
 LOSS_TOLERANCE = 1e-3
 """How far losses of variants that do the same may be from each other."""
+
+
+def time_step_ms(optimizer: Any) -> float:
+    """How long a step of an optimizer takes until it is over on all ranks."""
+    dist.barrier()
+    began = time.perf_counter()
+    optimizer.step()
+    dist.barrier()
+    return (time.perf_counter() - began) * 1e3
 
 
 def refuse_differences(differences: Mapping[str, float]) -> None:

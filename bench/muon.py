@@ -13,14 +13,12 @@ kernels; torch's gathers for each product. Processes run on one thread each.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from common import (
     OURS,
     PEER,
@@ -32,6 +30,7 @@ from common import (
     leave,
     print_table,
     ratios_to_peer,
+    time_step_ms,
     write_json,
 )
 from torch import nn
@@ -65,11 +64,7 @@ def stepper(kind: Any, options: argparse.Namespace) -> Callable[[int], dict[str,
     optimizer = kind(params, lr=0.01)
 
     def step(_: int) -> dict[str, float]:
-        dist.barrier()
-        began = time.perf_counter()
-        optimizer.step()
-        dist.barrier()  # a step is over when it is on all ranks
-        return {"step_ms": (time.perf_counter() - began) * 1e3}
+        return {"step_ms": time_step_ms(optimizer)}
 
     return step
 

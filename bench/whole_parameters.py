@@ -27,7 +27,6 @@ the one here, as it is with `--optimizers reference`. Processes run on one threa
 
 import argparse
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,7 +34,19 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from common import OURS, Sample, Spread, alternate, gpt_parser, join, launch, leave, print_table, write_json
+from common import (
+    OURS,
+    Sample,
+    Spread,
+    alternate,
+    gpt_parser,
+    join,
+    launch,
+    leave,
+    print_table,
+    time_step_ms,
+    write_json,
+)
 from gpt import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -219,11 +230,7 @@ def timed(optimizer: Any, params: Sequence[nn.Parameter]) -> Callable[[int], Sam
 
     def step(round_index: int) -> Sample:
         set_gradients(params, round_index)
-        dist.barrier()
-        began = time.perf_counter()
-        optimizer.step()
-        dist.barrier()  # a step is over when it is on all ranks
-        return {"step_ms": (time.perf_counter() - began) * 1e3}
+        return {"step_ms": time_step_ms(optimizer)}
 
     return step
 

@@ -34,6 +34,7 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
+from shardwise.optim.owner_exchange import placed_gradient
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dtensor, optimizers
 
@@ -301,16 +302,8 @@ class FlatOptimizer(Optimizer):
 
 
 def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
-    gradient = param.grad
-    if not isinstance(gradient, DTensor):
-        raise TypeError(
-            f"{_name(param)}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as "
-            "the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors "
-            "to .grad of sharded parameters, or None."
-        )
-    is_usual = type(gradient) is DTensor and gradient.placements == param.placements
-    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
+    given, gradient = param.grad, placed_gradient(param, _name(param))
+    is_usual = type(given) is DTensor and given.placements == param.placements
     local, own = dtensor.local_tensor(param), dtensor.local_tensor(gradient)
     return RunMember(param, local, own, is_usual, locate(param, local, own), state)
 

@@ -563,6 +563,16 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def check_batch_bytes(caller: str, batch_bytes: Any) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        ValueError: for ``caller``.
+    """
+    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
+        raise ValueError(f"{caller}: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0.")
+
+
 def check_divisible(tensor: Tensor, name: str) -> None:
     """Refuse ``tensor`` if blocks of it cannot be put together.
 
@@ -605,6 +615,16 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
                 f"{name}: .grad is a DTensor, where a plain one is expected, as the parameter is."
             )
         return gradient.detach()
+    return dtensor.local_tensor(placed_gradient(param, name)).detach()
+
+
+def placed_gradient(param: DTensor, name: str) -> DTensor:
+    """The gradient of a sharded parameter, placed as the parameter is.
+
+    Raises:
+        TypeError: it is no DTensor; names the parameter.
+    """
+    gradient = param.grad
     if not isinstance(gradient, DTensor):
         raise TypeError(
             f"{name}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as the "
@@ -613,4 +633,4 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
         )
     if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
         gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return dtensor.local_tensor(gradient).detach()
+    return gradient

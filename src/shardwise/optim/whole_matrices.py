@@ -19,6 +19,7 @@ from shardwise.optim.owner_exchange import (
     RoundKey,
     Stack,
     Travel,
+    check_batch_bytes,
     check_divisible,
     form_of,
     known_name,
@@ -125,10 +126,7 @@ class WholeMatrices:
     ) -> None:
         if names is None:
             names = [known_name(tensor) or f"tensor {i}" for i, tensor in enumerate(tensors)]
-        if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
-            raise ValueError(
-                f"WholeMatrices: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0."
-            )
+        check_batch_bytes("WholeMatrices", batch_bytes)
         if dtype is None:
             dtype = tensors[0].dtype if len(tensors) else torch.float32
         blocks = row_blocks or {}

@@ -41,6 +41,7 @@ from shardwise.optim.owner_exchange import (
     SharingRanks,
     Stack,
     Travel,
+    check_batch_bytes,
     check_divisible,
     known_name,
     local_gradient,
@@ -127,10 +128,7 @@ class WholeParameters(Optimizer):
         **options: Any,
     ) -> None:
         _check_class(optimizer_class, single_owner)
-        if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
-            raise ValueError(
-                f"WholeParameters: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0."
-            )
+        check_batch_bytes("WholeParameters", batch_bytes)
         self.optimizer_class = optimizer_class
         self._options = options
         self._single_owner = single_owner

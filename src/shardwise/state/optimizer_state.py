@@ -73,6 +73,7 @@ def full_optimizer_state(
 def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> State:
     """The state of all parameters, of which each rank has some. Collective."""
     outlines = gather_from_all(axes, _outline_of(owned))
+    own = dict(leaves(owned))
     joint: State = {}
     for rank, outline in outlines.items():
         # A look at the state makes an empty one, which is the owner's as well if the class keeps none.
@@ -84,7 +85,7 @@ def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> St
                 return leaf
             assert leaf.facts.shape is not None
             if broadcast.is_source:
-                whole = dict(leaves(owned))[place].detach().to(device).contiguous()
+                whole = own[place].detach().to(device).contiguous()
             else:
                 whole = torch.empty(leaf.facts.shape, dtype=leaf.facts.dtype, device=device)
             broadcast.tensor(whole)
