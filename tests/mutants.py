@@ -4,7 +4,7 @@
     python tests/mutants.py --turn                a twentieth, by the hour of the last commit: minutes
     python tests/mutants.py --only engine groups  those of packages, or of files: engine/prefetch.py
     python tests/mutants.py --numbers 3 17        these, as numbered in the output
-    python tests/mutants.py --unknown             those whose outcome is not recorded, and survivors
+    python tests/mutants.py --untried             those without a recorded outcome; --left: that nothing found
     python tests/mutants.py --record              write outcomes into the list, as they come
 
 Each is applied in a copy of the tree, where tests run until one fails: first the one that found it last time, then those
@@ -115,8 +115,9 @@ class Mutant:
         return self.file.split("/")[0]
 
     @property
-    def is_unknown(self) -> bool:
-        return not self.outcome.startswith("tests/")
+    def is_left(self) -> bool:
+        """Whether it was tried, and nothing found it."""
+        return bool(self.outcome) and "::" not in self.outcome
 
     def applied(self, text: str) -> str:
         """The broken file; ``old`` must stand in it once."""
@@ -305,8 +306,10 @@ def choose(mutants: list[Mutant], arguments: argparse.Namespace) -> list[Mutant]
         mutants = [mutant for mutant in mutants if mutant.number in arguments.numbers]
     if arguments.only:
         mutants = [mutant for mutant in mutants if {mutant.file, mutant.package} & set(arguments.only)]
-    if arguments.unknown:
-        mutants = [mutant for mutant in mutants if mutant.is_unknown]
+    if arguments.untried:
+        mutants = [mutant for mutant in mutants if not mutant.outcome]
+    if arguments.left:
+        mutants = [mutant for mutant in mutants if mutant.is_left]
     if arguments.turn:
         mutants = mutants[turn(TURNS) - 1 :: TURNS]
     if arguments.sample:
@@ -324,7 +327,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PACKAGE", help="packages, or files in them")
     parser.add_argument("--numbers", type=int, nargs="+", metavar="N")
-    parser.add_argument("--unknown", action="store_true", help="not tried, or not found")
+    parser.add_argument("--untried", action="store_true", help="without a recorded outcome")
+    parser.add_argument("--left", action="store_true", help="tried, and not found")
     parser.add_argument("--turn", action="store_true", help=f"one of {TURNS} turns")
     parser.add_argument("--sample", type=int, metavar="N", help="about N, from everywhere in the list")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each (default: 300)")
