@@ -57,14 +57,13 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         assert counts.all_gather["blocks.0"] == 2  # before forward, and again before backward
         assert counts.reduce_scatter["blocks.0"] == 1
     """
-    roots: dict[Root, list[ParameterGroup]] = {}
+    named: dict[Root, dict[str, ParameterGroup]] = {}
     for module_state in module_states_to_observe("count_collectives", model):
-        roots.setdefault(module_state.root, []).append(module_state.group)
+        named.setdefault(module_state.root, {})[module_state.group.name] = module_state.group
     counts = CollectiveCounts()
-    before = {root: root.observer for root in roots}
-    for root, groups in roots.items():
-        named = {group.name: group for group in groups}
-        root.observe(partial(_count, counts, named, root.observer))
+    before = {root: root.observer for root in named}
+    for root, groups in named.items():
+        root.observe(partial(_count, counts, groups, root.observer))
     try:
         yield counts
     finally:
@@ -77,12 +76,15 @@ def _count(
 ) -> None:
     if others is not None:
         others(event, name)
-    group = named.get(name)
-    if group is None:  # of the same model, but not of the module that was asked about
-        return
+    if name in named:  # else of the same model, but not of the module that was asked about
+        count_event(counts, named[name], event)
+
+
+def count_event(counts: CollectiveCounts, group: ParameterGroup, event: str) -> None:
+    """Count what ``group`` communicates, as an event of it tells."""
     shares = any(not bucket.mesh.shard_axis.is_alone for bucket in group.buckets)
-    if event == "unshard" and shares:
-        counts.all_gather[name] += 1
+    if event == "unshard":
+        counts.all_gather[group.name] += shares
     elif event == "reduce":
-        counts.reduce_scatter[name] += shares
-        counts.all_reduce[name] += group.shards.are_replicated and group.settings.requires_all_reduce
+        counts.reduce_scatter[group.name] += shares
+        counts.all_reduce[group.name] += group.shards.are_replicated and group.settings.requires_all_reduce
