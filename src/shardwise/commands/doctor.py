@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.commands import RankError, UsageError
-from shardwise.doctor.examine import ExaminationPlan, examine
-from shardwise.doctor.findings import Verdict, table
-from shardwise.doctor.job import Job, Surroundings
+from shardwise.doctor.examine import examine
+from shardwise.doctor.job import Job, Surroundings, table
 from shardwise.torch_compat import c10d
 
 
@@ -47,13 +46,18 @@ def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> in
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout is {arguments.timeout:g}; give seconds to wait.")
     with _joined(arguments.timeout) as job:
-        plan = ExaminationPlan(arguments.mesh, arguments.names, arguments.device, arguments.folder)
-        found = examine(job, around or Surroundings.of_this_process(__version__), plan)
-        job.begin("verdict")
+        found = examine(
+            job,
+            around or Surroundings.of_this_process(__version__),
+            folders=arguments.folder,
+            mesh=arguments.mesh,
+            names=arguments.names,
+            device_type=arguments.device,
+        )
         if job.rank == 0:
             print(table(found), flush=True)
-        status = int(job.share(any(each.verdict is Verdict.WRONG for each in found)))
-        job.answers("")  # rank 0 leaves last: the store may be in its process
+        status = int(any(each.verdict == "wrong" for each in found))
+        job.leave()
         if job.has_hung:  # a thread that does not come back would keep the process
             sys.stdout.flush()
             os._exit(status)
