@@ -50,14 +50,6 @@ class PythonGroup(_ProcessGroup):
             if name in vars(cls):
                 setattr(cls, older, vars(cls)[name])
 
-    def rank(self) -> int:
-        """Of this process."""
-        return self._rank
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._size
-
     def getBackendName(self) -> str:
         """Asked by torch."""
         return self._backend_name

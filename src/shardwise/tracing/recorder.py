@@ -1,6 +1,6 @@
 """A trace that is being recorded: what it attaches to the groups of a model, and takes away again.
 
-events of the groups   which module computes          Root.observe, and the point ``call_ended``
+events of the groups   which module computes          hear_events, and the point ``call_ended``
 passes                 where they begin and end       points of ``Feature``
 streams of the groups  what they communicate          streams.py
 hooks of optimizers    their steps                    torch.optim
@@ -8,7 +8,6 @@ hooks of optimizers    their steps                    torch.optim
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from shardwise.engine.calls import Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.unsharded import Observer
 from shardwise.observe.collectives import CollectiveCounts, count_event
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.tracing.records import (
@@ -99,22 +97,19 @@ class Recorder:
 
     # --- what is told -----------------------------------------------------------------------------
 
-    def hear(self, others: Observer | None, event: str, name: str) -> None:
-        """An event of a group; ``others`` heard them before."""
-        if others is not None:
-            others(event, name)
-        group = self.groups.get(name)
-        known = None if group is None else name
+    def hear(self, event: str, group: ParameterGroup | None) -> None:
+        """An event of a group; None: one that is not traced."""
+        name = None if group is None else group.name
         if event == "forward":
-            self.timeline.enter(FORWARD, known)
+            self.timeline.enter(FORWARD, name)
         elif event == "recompute":
-            self.timeline.enter(RECOMPUTATION, known)
+            self.timeline.enter(RECOMPUTATION, name)
         elif event == "backward":
-            self.timeline.backward(known)
+            self.timeline.backward(name)
         if group is not None:
             self.timeline.memory.settle()
-            count_event(self.counts, group, event)
-            self.timeline.memory.touch(name)
+            count_event(self.counts, event, group)
+            self.timeline.memory.touch(group.name)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -135,19 +130,16 @@ class TracedRoot(Feature):
         super().__init__(root)
         self._recorder = recorder
         self._timeline = recorder.timeline
-        self._observer_before = root.observer
         self._streams: dict[ParameterGroup, TracedStreams] = {}
 
     def attach(self) -> None:
         """Begin to tell."""
-        self.root.observe(partial(self._recorder.hear, self._observer_before))
         self.root.add(self)
         self._trace_communication()
 
     def detach(self) -> None:
         """End it."""
         self.root.remove(self)
-        self.root.observe(self._observer_before)
         for streams in self._streams.values():
             streams.remove()
 

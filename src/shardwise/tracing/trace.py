@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.layout.mesh import Axis, all_reduce_max
+from shardwise.observe.collectives import hear_events
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
@@ -117,7 +118,8 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     found = Trace()
     try:
         recorder.attach()
-        yield found
+        with hear_events(module_states, recorder.hear):
+            yield found
     finally:
         recorder.detach()
     found._recording = recorder.recording()
