@@ -190,9 +190,8 @@ def hosts_are_told(*options: str) -> str:
     [
         (
             ("--mesh", "2x3"),
-            "ranks 0-3: --mesh 2x3 does not hold 4 ranks. Give sizes whose product is 4.",
+            "ranks 0-3: --mesh holds 6 ranks, and the job has 4.",
         ),
-        (("--mesh", "4xtwo"), "--mesh 4xtwo does not hold 4 ranks"),
         (("--mesh", "4x1", "--names", "shard"), "the mesh has 2 dimensions. Give as many different --names."),
     ],
 )
@@ -200,6 +199,11 @@ def test_a_mesh_that_does_not_fit_is_wrong(world4: Any, options: tuple[str, ...]
     told, *_ = world4.run(hosts_are_told, *options)
     assert text in told
     assert "4 on 2 machines, 2 on each" in told
+
+
+def test_a_mesh_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--mesh", "4xtwo"]) == 2
+    assert "argument --mesh: invalid sizes value: '4xtwo'" in capsys.readouterr().err
 
 
 def test_a_timeout_that_is_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,14 +31,21 @@ from shardwise.torch_compat import c10d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
-    parser.add_argument("--mesh", help="ranks in each dimension, as 2x8 (default: all in one)")
+    parser.add_argument("--mesh", type=sizes, help="ranks in each dimension, as 2x8 (default: all in one)")
     parser.add_argument(
-        "--names", help="of the dimensions, as replicate,shard (default: shard, or these two)"
+        "--names",
+        type=lambda text: text.split(","),
+        help="of the dimensions, as replicate,shard (default: shard, or these two)",
     )
     parser.add_argument(
         "--folder", action="append", default=[], type=Path, help="for checkpoints; repeatable"
     )
     parser.add_argument("--device", help="type of the devices to train on (default: the accelerator, or cpu)")
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Those in ``2x8``."""
+    return tuple(map(int, text.split("x")))
 
 
 def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> int:

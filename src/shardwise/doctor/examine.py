@@ -22,8 +22,8 @@ def examine(
     around: Surroundings,
     *,
     folders: Sequence[Path] = (),
-    mesh: str | None = None,
-    names: str | None = None,
+    mesh: tuple[int, ...] | None = None,
+    names: Sequence[str] | None = None,
     device_type: str | None = None,
 ) -> list[Finding]:
     """The findings of all checks, up to the first that cannot be made; the same on all ranks.
@@ -32,8 +32,8 @@ def examine(
         job: the ranks.
         around: what is around this one.
         folders: for checkpoints.
-        mesh: its sizes, such as ``2x8``; by default one dimension.
-        names: of its dimensions, such as ``replicate,shard``.
+        mesh: its sizes; by default one dimension.
+        names: of its dimensions.
         device_type: what to train on; by default the accelerator, or the host.
     """
     found: list[Finding] = []

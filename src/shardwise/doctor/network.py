@@ -36,15 +36,12 @@ _MOST_BEHIND = 2.0
 """How many times longer than in the median of its like a process group may take."""
 
 
-def check_mesh(job: Job, sizes: str | None, names: str | None, wanted: str | None) -> list[Finding]:
+def check_mesh(
+    job: Job, sizes: tuple[int, ...] | None, names: Sequence[str] | None, wanted: str | None
+) -> list[Finding]:
     """Connect the ranks and run each collective in each dimension; a finding each."""
-
-    def connected() -> DeviceMesh:
-        chosen = _sizes(sizes, job.world)
-        connect = partial(_mesh, job, chosen, _names(names, len(chosen)), wanted)
-        return job.within_timeout("connecting the ranks", connect)
-
-    mesh = job.run("mesh", connected)
+    connect = partial(_mesh, job, sizes or (job.world,), names, wanted)
+    mesh = job.run("mesh", partial(job.within_timeout, "connecting the ranks", connect))
     backend = c10d.backend_name(mesh.get_group(0), torch.device(mesh.device_type))
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     found = [ok("mesh", f"{' x '.join(f'{name} {size}' for name, size in dims.items())}, over {backend}")]
@@ -52,35 +49,23 @@ def check_mesh(job: Job, sizes: str | None, names: str | None, wanted: str | Non
         for kind, collective in _COLLECTIVES.items() if size > 1 else ():
             subject = f"{name}: {kind}"
             measure = partial(_measured, mesh.get_group(name), collective, wanted)
-            facts = job.gather(subject, partial(job.within_timeout, subject, measure))
-            found += judge(subject, facts)
+            found += judge(subject, job.gather(subject, partial(job.within_timeout, subject, measure)))
     return found
 
 
-def _sizes(mesh: str | None, world: int) -> tuple[int, ...]:
-    """The ranks in each dimension of ``2x8``."""
-    words = (mesh or str(world)).split("x")
-    if not all(word.isdecimal() for word in words) or math.prod(map(int, words)) != world:
-        raise CannotGoOn(f"--mesh {mesh} does not hold {world} ranks. Give sizes whose product is {world}.")
-    return tuple(map(int, words))
-
-
-def _names(names: str | None, num_dims: int) -> tuple[str, ...]:
-    """The names in ``replicate,shard``, or those that strategies use."""
-    chosen = names.split(",") if names else {1: ["shard"], 2: ["replicate", "shard"]}.get(num_dims)
-    if chosen is None or len(chosen) != num_dims or not all(chosen) or len(set(chosen)) < num_dims:
-        raise CannotGoOn(f"the mesh has {num_dims} dimensions. Give as many different --names.")
-    return tuple(chosen)
-
-
-def _mesh(job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str | None) -> DeviceMesh:
+def _mesh(job: Job, sizes: tuple[int, ...], names: Sequence[str] | None, wanted: str | None) -> DeviceMesh:
+    if (size := math.prod(sizes)) != job.world:
+        raise CannotGoOn(f"--mesh holds {size} ranks, and the job has {job.world}.")
+    names = names or {1: ("shard",), 2: ("replicate", "shard")}.get(len(sizes), ())
+    if len(names) != len(sizes):
+        raise CannotGoOn(f"the mesh has {len(sizes)} dimensions. Give as many different --names.")
     device = own_device(wanted)
     if not dist.is_initialized():
         # Later than the job's own timeout, since NCCL's is the end of the process.
         later = timedelta(seconds=2 * job.timeout_s)
         store = dist.PrefixStore("shardwise/doctor/process_group", job.store)
         dist.init_process_group(store=store, rank=job.rank, world_size=job.world, timeout=later)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(names))
 
 
 def _measured(pg: dist.ProcessGroup, collective: Collective, wanted: str | None) -> dict[str, Any]:
