@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.module_state import ModuleState, is_sharded, sharded_module_states
+from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
 from shardwise.groups.group import ParameterGroup
@@ -277,20 +277,12 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> list[ModuleState]:
     """The states of the modules that a context acts on; raises if one is in a forward or backward."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
-    if not recurse and not is_sharded(module):
+    if isinstance(module, nn.Module) and not recurse and not is_sharded(module):
         raise ValueError(
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
             "Pass a sharded module, or recurse=True."
         )
-    module_states = sharded_module_states(module)
-    if not module_states:
-        raise ValueError(
-            f"{caller}: there is no sharded module in this {type(module).__name__}. Call fully_shard or "
-            "shard_model first."
-        )
-    module_states = module_states if recurse else module_states[:1]
+    module_states = states_to_use(caller, module)[: None if recurse else 1]
     for module_state in module_states:
         module_state.root.refuse_at_work(caller, module_state.group)
     return module_states
