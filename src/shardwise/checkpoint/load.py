@@ -22,7 +22,6 @@ from shardwise.checkpoint.manifest import (
     is_extra_state,
     nested,
 )
-from shardwise.checkpoint.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
 from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.checkpoint.reading import check_records, read, read_objects
 from shardwise.checkpoint.stateful import (
@@ -39,16 +38,23 @@ from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
+from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.named_state import (
     Optimizers,
     StatePath,
     as_optimizers,
-    load_into,
+    kind_of,
     memory_of,
     parameter_names,
-    with_memory,
 )
 from shardwise.state.names import entries_of
+from shardwise.state.optimizer_plan import (
+    OptimizerPlan,
+    SavedState,
+    load_into,
+    plan_optimizers,
+    with_memory,
+)
 from shardwise.torch_compat import dtensor, tensor_impl
 
 
@@ -183,8 +189,8 @@ def _load(
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
             return []
-        groups, kinds = saved_groups(manifest, values), info.get("optimizers")
-        return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
+        _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
+        return plan_optimizers(_saved_state(manifest, values), optimizers, names, strict)
 
     plans = rank_group.run_on_all_ranks(plan)
     own = rank_group.run_on_all_ranks(lambda: {name: thing.state_dict() for name, thing in stateful.items()})
@@ -275,6 +281,40 @@ def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[st
         name: original(nested({place: values[k] for place, k in each.items()}))
         for name, each in found.items()
     }
+
+
+def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
+    """The state of the optimizers; `values` by key, read before."""
+    groups = by_first(manifest.under("optimizer", "param_groups"))
+    if not groups:
+        raise ValueError(
+            f"{manifest.path} holds no optimizer. To start with a fresh one, call load_checkpoint(path, "
+            "model)."
+        )
+
+    def facts(key: str) -> ShapeAndDtype:
+        md = manifest.tensor(key)
+        return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
+
+    return SavedState(
+        str(manifest.path),
+        [nested({place: values[key] for place, key in groups[i].items()}) for i in sorted(groups, key=int)],
+        {
+            name: {place: (key, facts(key)) for place, key in each.items() if place}
+            for name, each in by_first(manifest.under("optimizer", "state")).items()
+        },
+        is_checkpoint=True,
+    )
+
+
+def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[str] | None) -> None:
+    own = list(map(kind_of, optimizers))
+    if saved is not None and not set(own) <= set(saved):
+        raise ValueError(
+            f"{manifest.path} holds the state of {listed(saved)}, and is to be loaded into {listed(own)}. "
+            "The state of one kind of optimizer means nothing to another: build the same, or load the model "
+            "alone."
+        )
 
 
 def _loaded(
@@ -416,11 +456,8 @@ def _give_optimizer(
     optimizer: torch.optim.Optimizer, plan: OptimizerPlan, values: dict[str, Any], convert_dtype: bool
 ) -> None:
     state = dict(plan.kept)
-    for number, states in plan.state.items():
-        state[number] = {
-            name: nested({place: values[key] for place, key in places.items()})
-            for name, places in states.items()
-        }
+    for number, places in plan.state.items():
+        state[number] = nested({place: values[key] for place, key in places.items()})
     load_into(optimizer, {number: each for number, each in state.items() if each}, plan.groups, convert_dtype)
 
 

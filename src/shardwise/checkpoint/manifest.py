@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
-from shardwise.layout.fqns import listed
+from shardwise.layout.fqns import counted, listed
 from shardwise.layout.regions import Region, why_not_covered
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.named_state import StatePath
@@ -320,12 +320,6 @@ def is_extra_state(name: str) -> bool:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, dict) and not value
-
-
-def counted(names: Iterable[str]) -> str:
-    """The first of `names`, with their number."""
-    names = list(names)
-    return f"{listed(names)} ({len(names)} in all)" if len(names) > 1 else listed(names)
 
 
 def _plain(dtype: torch.dtype) -> str:
