@@ -285,7 +285,7 @@ another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in 
 different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
-a reader that fails: SourceError: OSError: the network is gone
+a reader that fails: RuntimeError: OSError: the network is gone
 forward: RuntimeError: Tied: the model is only partly loaded, because an earlier load failed (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
     )
 
