@@ -189,8 +189,9 @@ def _load(
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
             return []
+        saved = _saved_state(manifest, values)
         _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
-        return plan_optimizers(_saved_state(manifest, values), optimizers, names, strict)
+        return plan_optimizers(saved, optimizers, names, strict)
 
     plans = rank_group.run_on_all_ranks(plan)
     own = rank_group.run_on_all_ranks(lambda: {name: thing.state_dict() for name, thing in stateful.items()})

@@ -6,7 +6,7 @@ known by then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -227,18 +227,23 @@ class FullSource:
     read: Callable[[str, Region], Any]
 
 
-def of_mapping(source: Mapping[str, Any]) -> FullSource:
-    """A dict of full tensors."""
+def of_mapping(values: Mapping[str, Any]) -> FullSource:
+    """Full values by names."""
 
     def read(name: str, region: Region) -> Any:
         value = values[name]
         return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
 
-    values: dict[str, Any] = {}
-    for name, value in source.items():
+    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
+
+
+def by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Full values by names as models have them."""
+    values = {}
+    for name, value in pairs:
         refuse_no_value(name, value)
         values[clean(name)] = value
-    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
+    return values
 
 
 def refuse_no_value(name: Any, value: Any) -> None:
