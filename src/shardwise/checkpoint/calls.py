@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.checkpoint import folders
+from shardwise.fsdp_module.arguments import check_flags, check_module
 
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -38,11 +38,8 @@ def check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Pat
         raise TypeError(
             f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
+    check_module(caller, model)
+    check_flags(caller, **flags)
     return folders.absolute(path)
 
 

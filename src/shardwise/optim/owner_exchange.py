@@ -542,16 +542,6 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_batch_bytes(caller: str, batch_bytes: Any) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        ValueError: for ``caller``.
-    """
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
-        raise ValueError(f"{caller}: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0.")
-
-
 def check_divisible(tensor: Tensor, name: str) -> None:
     """Refuse ``tensor`` if blocks of it cannot be put together.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
-from shardwise.fsdp_module.arguments import check_flags
+from shardwise.fsdp_module.arguments import check_flags, check_module, check_rank, module_states_at_rest
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -31,7 +31,7 @@ from shardwise.state.loading import (
     of_mapping,
 )
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import StateEntry, check_idle, check_rank, entries_of
+from shardwise.state.names import StateEntry, entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")
@@ -93,8 +93,7 @@ def load_full_state_dict(
         load_full_state_dict(model, torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None)
         load_full_state_dict(model, "path/to/hugging-face-model")
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{CALLER}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(CALLER, model)
     load = _Load(model, src_rank, strict, convert_dtype)
     with ExitStack() as files:
         if src_rank is None:
@@ -160,7 +159,7 @@ class _Load:
         self._model = model
 
         def check() -> None:
-            check_idle(model, CALLER)
+            module_states_at_rest(model, CALLER)
             check_rank(CALLER, "src_rank", src_rank)
             check_flags(CALLER, strict=strict, convert_dtype=converts)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
+from shardwise.fsdp_module.arguments import check_module, check_rank
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -33,7 +34,7 @@ from shardwise.state.named_state import (
     parameters_of,
     state_of,
 )
-from shardwise.state.names import StateEntry, check_at_rest, check_rank
+from shardwise.state.names import StateEntry, check_at_rest
 from shardwise.state.optimizer_plan import SavedState, load_into, plan_groups, plan_optimizers
 
 State = dict[str, Any]
@@ -132,12 +133,12 @@ def load_full_optimizer_state_dict(
         load_full_state_dict(model, model_state)
         load_full_optimizer_state_dict(model, optimizer, optimizer_state)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{LOAD}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(LOAD, model)
     axes, device = axes_of_model(model), device_of_model(model)
 
     def check() -> None:
-        _check_call(model, optimizer)
+        check_at_rest(model, LOAD)
+        _own_names(model, optimizer, LOAD)
         check_rank(LOAD, "src_rank", src_rank)
 
     run_on_all_ranks(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
@@ -281,11 +282,6 @@ def _kind_of(state: Any) -> str:
 
 
 # --- loading --------------------------------------------------------------------------------------
-
-
-def _check_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    check_at_rest(model, LOAD)
-    _own_names(model, optimizer, LOAD)
 
 
 def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
