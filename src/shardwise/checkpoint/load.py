@@ -459,7 +459,7 @@ def _give_optimizer(
     state = dict(plan.kept)
     for number, places in plan.state.items():
         state[number] = nested({place: values[key] for place, key in places.items()})
-    load_into(optimizer, {number: each for number, each in state.items() if each}, plan.groups, convert_dtype)
+    load_into(optimizer, state, plan.groups, convert_dtype)
 
 
 def _cause(error: Exception) -> str:

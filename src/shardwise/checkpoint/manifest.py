@@ -98,7 +98,10 @@ class Manifest:
         Raises:
             ValueError: it does not, by file and key.
         """
-        wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+        try:
+            wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+        except Exception as error:  # whatever types it happens to have
+            wrong = [f"{type(error).__name__}: {error}"]
         if wrong:
             raise ValueError(
                 f"{self.path} is damaged: {folders.METADATA} does not agree with itself: {listed(wrong)}. "

@@ -110,9 +110,10 @@ def plan_optimizers(
         for number, param in enumerate(parameters_of(optimizer)):
             name = saved.name_of(names[param])
             existing = optimizer.state.get(param, {})
-            if name is None or not (name in saved.state or saved.is_checkpoint):
-                plan.kept[number] = dict(existing)
-            elif name in saved.state and not is_elsewhere(optimizer, param):
+            if name is None or not (saved.state.get(name) or saved.is_checkpoint):
+                if existing:
+                    plan.kept[number] = dict(existing)
+            elif saved.state.get(name) and not is_elsewhere(optimizer, param):
                 plan.state[number] = {place: key for place, (key, _) in saved.state[name].items()}
                 plan.blanks |= _blanks(saved, name, param, existing, has_whole_state(optimizer))
     return plans
