@@ -24,6 +24,7 @@ from shardwise.state.names import parameters_of as named_parameters
 from shardwise.torch_compat import dtensor, tensor_impl
 
 Optimizers = Sequence[torch.optim.Optimizer]
+OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
 StatePath = tuple[Any, ...]
 """Where a value stands in nested dicts and lists: keys and indices, the outermost first."""
