@@ -294,3 +294,19 @@ def copied(side: Side) -> None:
 
 def test_a_copy_is_ended_by_hand_as_well(world2: World) -> None:
     assert_same(world2, copied)
+
+
+def sharded_around(side: Side) -> None:
+    """A model that ends its backwards by hand, and becomes part of another one."""
+    model = nn.Sequential(tower(side))
+    if side.is_sharded:
+        fully_shard(model)
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.sync(model, True)
+    finalize(side, model, async_op=False)
+    side.note_gradients(model)
+
+
+def test_a_module_around_is_ended_by_hand_as_well(world2: World) -> None:
+    assert_same(world2, sharded_around)
