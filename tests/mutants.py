@@ -193,8 +193,10 @@ def _fork_server(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int
         for fd in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *fds}:
             with contextlib.suppress(OSError):  # the one of the listing itself
                 os.close(fd)
-        exec(code, {})
-        os._exit(0)
+        try:
+            exec(code, {})
+        finally:
+            os._exit(0)
     return child
 
 
