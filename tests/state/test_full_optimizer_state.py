@@ -291,7 +291,7 @@ RuntimeError: rekey_optimizer_state_dict: group 0 of this optimizer (0.weight, 1
 RuntimeError: rekey_optimizer_state_dict: state of 1.bias, 1.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
 RuntimeError: rekey_optimizer_state_dict: none of its groups has 1.weight, 1.bias, which this optimizer updates. Build the optimizer with the same groups as the one that was saved.
 RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
-TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: rekey_optimizer_state_dict: optimizer is 'sgd', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -529,7 +529,7 @@ RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or 
 RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -565,8 +565,8 @@ RuntimeError: rank 1: load_full_optimizer_state_dict: nothing says how state tha
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: rank 1: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
-TypeError: rank 1: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+TypeError: rank 1: load_full_optimizer_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
+TypeError: rank 1: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
 ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",
     )
 

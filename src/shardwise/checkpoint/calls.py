@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
 
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -34,15 +34,9 @@ def check_call(caller: str, path: Any, model: Any, flags: dict[str, Any]) -> Pat
             "others what it found, and load only if that is a path; and have checkpoints on a file system "
             "that all hosts share."
         )
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is {type(model).__name__}; pass an nn.Module.")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{caller}: {name} is {value!r:.80}; pass True or False.")
+    check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
+    check_module(caller, model)
+    check_flags(caller, **flags)
     return folders.absolute(path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_type
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
 from shardwise.checkpoint.manifest import (
@@ -161,8 +162,7 @@ def _state(
 
     if not path.name or path.name.startswith("."):
         raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
+    check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
             f"save_checkpoint: keep={keep} of {path.name}: keep counts from 1, and needs names that end in a "

@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import nn
 
+from shardwise.engine.module_state import some_module_states
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.unsharded import Observer
-from shardwise.observe.sharded import module_states_to_observe
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         assert counts.reduce_scatter["blocks.0"] == 1
     """
     roots: dict[Root, list[ParameterGroup]] = {}
-    for module_state in module_states_to_observe("count_collectives", model):
+    for module_state in some_module_states("count_collectives", model):
         roots.setdefault(module_state.root, []).append(module_state.group)
     counts = CollectiveCounts()
     before = {root: root.observer for root in roots}

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwise.arguments import check_flags, check_module
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
-from shardwise.fsdp_module.arguments import check_flags
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import clean
@@ -94,8 +94,7 @@ def load_full_state_dict(
         load_full_state_dict(model, torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None)
         load_full_state_dict(model, "path/to/hugging-face-model")
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{CALLER}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(CALLER, model)
     load = _Load(model, src_rank, strict, convert_dtype)
     with ExitStack() as files:
         if src_rank is None:

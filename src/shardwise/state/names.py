@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.arguments import check_module, check_type
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.shards import meta_message
 from shardwise.init.partial_loads import why_partly_loaded
@@ -81,16 +82,12 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
 
 def check_rank(caller: str, name: str, rank: Any) -> None:
     """Refuse anything but a global rank or None."""
-    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
-        raise TypeError(
-            f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
-        )
+    check_type(caller, name, rank, "a global rank, or None", int, type(None))
 
 
 def check_idle(model: nn.Module, caller: str) -> None:
     """Refuse a model in a forward or backward, or inside ``unsharded``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(caller, model)
     for module_state in sharded_module_states(model):
         module_state.root.refuse_at_work(caller, module_state.group)
         module_state.group.refuse_if_summoned(caller)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_module, check_type
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis
@@ -135,8 +136,7 @@ def load_full_optimizer_state_dict(
         load_full_state_dict(model, model_state)
         load_full_optimizer_state_dict(model, optimizer, optimizer_state)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{LOAD}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(LOAD, model)
     axes, device = axes_of_model(model), device_of_model(model)
 
     def check() -> None:
@@ -222,8 +222,7 @@ def by_name(
 
 def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[list[str]]:
     """Canonical names of the optimizer's parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{caller}: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    check_type(caller, "optimizer", optimizer, "a torch.optim.Optimizer", torch.optim.Optimizer)
     names = parameter_names(model)
     check_parameters(optimizer, names)
     return [[names[param][0] for param in group["params"]] for group in optimizer.param_groups]

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.comm import streams
-from shardwise.engine.module_state import ModuleState
+from shardwise.engine.module_state import ModuleState, some_module_states
 from shardwise.layout.mesh import Axis, all_reduce_max
-from shardwise.observe.sharded import module_states_to_observe
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
@@ -129,7 +128,7 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
 
 
 def _module_states_to_trace(model: Any) -> list[ModuleState]:
-    module_states = module_states_to_observe("trace", model)
+    module_states = some_module_states("trace", model)
     if any(module_state.root.find(TracedRoot) is not None for module_state in module_states):
         raise RuntimeError(
             "trace: a trace of this model is running, and one model has one at a time. Leave the block of "
