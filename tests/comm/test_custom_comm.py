@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import FSDPModule
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat import c10d
 
 # --- custom collectives ---------------------------------------------------------------------------
@@ -442,6 +443,12 @@ def several_roots_share(side: Side) -> None:
             side.note_gradients(model)
             side.assert_settled(model)
         optimizer.step()
+    if side.is_sharded:
+        roots = {
+            module_state.root for model in (first, second) for module_state in sharded_module_states(model)
+        }
+        assert len(roots) == 2
+        assert len({id(root.lazy_init.streams) for root in roots}) == 1
 
 
 @pytest.mark.parametrize("world", [1, 2], indirect=True)

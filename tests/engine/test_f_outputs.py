@@ -19,6 +19,8 @@ from scenario import Side, assert_same
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from shardwise import fully_shard
+
 RESHARD = [None, True, False]
 
 
@@ -301,6 +303,30 @@ def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> No
 
 def test_f26_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
     assert_same(world2, returned_weights, "itself", False)
+
+
+class ReturnsInnerWeight(nn.Module):
+    """Sees the full weight of a block that stays unsharded behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x), self.block.weight
+
+
+def returns_the_weight_itself() -> bool:
+    model = ReturnsInnerWeight()
+    fully_shard(model.block, reshard_after_forward=False)
+    fully_shard(model)
+    _, weight = model(torch.ones(2, 4))
+    return isinstance(weight, nn.Parameter)
+
+
+def test_f26_a_root_may_return_the_parameter_of_a_block_that_stays_unsharded(world2: World) -> None:
+    """A copy, as the block is freed in backward."""
+    assert world2.run(returns_the_weight_itself) == [False, False]
 
 
 class ReturnsOnlyWeight(nn.Module):
