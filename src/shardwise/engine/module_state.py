@@ -68,6 +68,24 @@ def sharded_module_states(module: nn.Module) -> list[ModuleState]:
     return list({id(module_state): module_state for module_state in module_states}.values())
 
 
+def states_to_use(caller: str, model: Any) -> list[ModuleState]:
+    """As ``sharded_module_states``, for a public function.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing in it is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
+    module_states = sharded_module_states(model)
+    if not module_states:
+        raise ValueError(
+            f"{caller}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
+            "shard_model first."
+        )
+    return module_states
+
+
 def module_state_of(module: Any) -> ModuleState:
     """The state of a sharded module itself."""
     return module.__dict__[_ATTRIBUTE]

@@ -1,8 +1,9 @@
-"""What the methods of FSDPModule check about their arguments, and which groups they act on."""
+"""What methods of FSDPModule and functions of whole models check about their arguments; what they act on."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.engine.module_state import (
@@ -23,6 +24,47 @@ def check_flags(caller: str, **flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{caller}: {name} is {value!r}, a {type(value).__name__}; pass True or False.")
+
+
+def check_module(caller: str, module: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: {type(module).__name__} is not an nn.Module.")
+
+
+def check_rank(caller: str, name: str, rank: object) -> None:
+    """Refuse anything but a global rank or None."""
+    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
+        raise TypeError(
+            f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
+        )
+
+
+def check_bytes(caller: str, name: str, num_bytes: object) -> None:
+    """Refuse what is no number of bytes."""
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
+        raise ValueError(f"{caller}: {name} is {num_bytes!r}; pass a number of bytes above 0.")
+
+
+def check_floating(caller: str, dtype: object) -> None:
+    """Refuse a dtype that is not of floating-point numbers."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{caller}: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+
+
+def module_states_at_rest(module: Any, caller: str) -> list[ModuleState]:
+    """The states of the sharded modules in ``module``, which need not have any.
+
+    Raises:
+        TypeError: it is no module.
+        RuntimeError: one of them is in a forward or backward, or inside ``unsharded``.
+    """
+    check_module(caller, module)
+    module_states = sharded_module_states(module)
+    for module_state in module_states:
+        module_state.root.refuse_at_work(caller, module_state.group)
+        module_state.group.refuse_if_summoned(caller)
+    return module_states
 
 
 def groups_to_configure(module: Any, recurse: bool, caller: str) -> Iterator[ParameterGroup]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import bucket_and_index
+from shardwise.fsdp_module.arguments import check_bytes
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.muon import Muon
@@ -41,7 +42,6 @@ from shardwise.optim.owner_exchange import (
     SharingRanks,
     Stack,
     Travel,
-    check_batch_bytes,
     check_divisible,
     known_name,
     local_gradient,
@@ -128,7 +128,7 @@ class WholeParameters(Optimizer):
         **options: Any,
     ) -> None:
         _check_class(optimizer_class, single_owner)
-        check_batch_bytes("WholeParameters", batch_bytes)
+        check_bytes("WholeParameters", "batch_bytes", batch_bytes)
         self.optimizer_class = optimizer_class
         self._options = options
         self._single_owner = single_owner
