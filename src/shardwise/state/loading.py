@@ -95,8 +95,7 @@ class LoadTargets:
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise RuntimeError(f"{self.where}: {'; '.join(problems[:8])}{more}.")
+            raise RuntimeError(f"{self.where}: {listed(problems, separator='; ')}.")
 
     def _unfit(self, name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
         if entry.is_tensor != (found.shape is not None):
