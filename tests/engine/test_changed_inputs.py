@@ -14,7 +14,7 @@ from failure_models import built
 from harness import World
 from models import WIDTH, Block
 from reference import adamw
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 from shardwise import fully_shard
@@ -103,20 +103,17 @@ HOWS = (
 )
 
 
-def training(side: Side, hows: tuple[str, ...], options: Any) -> None:
-    for how in hows:
-        model = side.shard_tower(built(Changing, how), **options)
+@same_as_plain(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_f18_what_a_block_adds_to_its_input_has_a_gradient(side: Side, reshard: bool | None) -> None:
+    for how in HOWS:
+        model = side.shard_tower(built(Changing, how), reshard_after_forward=reshard)
         side.steps(model, adamw(model), range(2))
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f18_what_a_block_adds_to_its_input_has_a_gradient(world: World, reshard: bool | None) -> None:
-    assert_same(world, training, HOWS, {"reshard_after_forward": reshard})
-
-
-def loss_on_the_list_alone(side: Side) -> None:
+@same_as_plain(2)
+def test_f18_a_loss_may_use_nothing_but_what_the_list_has(side: Side) -> None:
     """Of the outputs, the loss uses only what the caller's list has."""
     model = side.shard_tower(built(Changing, "list_of_others"), reshard_after_forward=True)
     for step in range(2):
@@ -125,10 +122,6 @@ def loss_on_the_list_alone(side: Side) -> None:
         kept[0].pow(2).mean().backward()
         side.note("gradient", model.blocks[1].side.weight.grad)
         side.assert_settled(model)
-
-
-def test_f18_a_loss_may_use_nothing_but_what_the_list_has(world2: World) -> None:
-    assert_same(world2, loss_on_the_list_alone)
 
 
 class AppendsWeight(nn.Module):

@@ -9,7 +9,7 @@ from failure_models import built
 from harness import World
 from models import even_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,7 +73,13 @@ BETWEEN: list[Callable[[Side, nn.Module], None]] = [
 ]
 
 
-def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(21)
+@pytest.mark.parametrize("make", [even_tower, Soft])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
+    side: Side, make: Callable[[], nn.Module], reshard: bool | None
+) -> None:
     model = built(make)
     side.shard_tower(model, reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -91,20 +97,14 @@ def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool |
     side.note_parameters(model)
 
 
-@pytest.mark.thin(21)
-@pytest.mark.parametrize("make", [even_tower, Soft])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
-    world2: World, make: Callable[[], nn.Module], reshard: bool | None
-) -> None:
-    assert_same(world2, passes_in_between, make, reshard)
-
-
 # --- derivatives of higher order ------------------------------------------------------------------
 
 
-def higher_orders(side: Side, policy: CommPolicy | None) -> None:
-    model = side.shard_tower(built(Soft), comm_policy=policy)
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+def test_f27_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) -> None:
+    model = side.shard_tower(built(Soft), comm_policy=CommPolicy(backward_prefetch=backward_prefetch))
     point = torch.arange(8.0).double().div(8)[None]
     second = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), point, create_graph=True)
     side.note("hessian", second)
@@ -123,16 +123,13 @@ def higher_orders(side: Side, policy: CommPolicy | None) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_f27_derivatives_of_higher_order(world2: World, backward_prefetch: str | None) -> None:
-    assert_same(world2, higher_orders, CommPolicy(backward_prefetch=backward_prefetch))
-
-
 # --- force models ---------------------------------------------------------------------------------
 
 
-def energies_and_forces(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f27_forces_leave_nothing_unsharded(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Soft), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
@@ -147,12 +144,6 @@ def energies_and_forces(side: Side, reshard: bool | None) -> None:
         side.note_gradients(model)
         side.assert_settled(model)
         optimizer.step()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_forces_leave_nothing_unsharded(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, energies_and_forces, reshard)
 
 
 # --- weights that have changed since --------------------------------------------------------------

@@ -15,7 +15,7 @@ from failure_models import Chain, Recurrent, block, built
 from harness import World
 from models import Block, even_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -77,15 +77,12 @@ class InPlace(Chain):
         return y.reshape(-1, 8)
 
 
-def in_place(side: Side, kind: str, operation: str, reshard: bool | None) -> None:
-    train(side, built(InPlace, kind, operation), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(18)
 @pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
 @pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
-def test_f24_outputs_and_views_may_be_changed_in_place(world2: World, kind: str, operation: str) -> None:
-    assert_same(world2, in_place, kind, operation, True)
+def test_f24_outputs_and_views_may_be_changed_in_place(side: Side, kind: str, operation: str) -> None:
+    train(side, built(InPlace, kind, operation), True)
 
 
 # --- F25 ------------------------------------------------------------------------------------------
@@ -215,14 +212,11 @@ class Container(Chain):
         return self.outlet(taken_out(x))
 
 
-def containers(side: Side, container: Any, reshard: bool | None) -> None:
-    train(side, built(Container, container), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
-def test_f25_tensors_are_found_in_containers(world2: World, container: Any) -> None:
-    assert_same(world2, containers, container, True)
+def test_f25_tensors_are_found_in_containers(side: Side, container: Any) -> None:
+    train(side, built(Container, container), True)
 
 
 # --- F26 ------------------------------------------------------------------------------------------
@@ -324,18 +318,14 @@ class PromptTuning(nn.Module):
         return self.outlet(self.blocks[1](x + self.blocks[0]()))
 
 
-def prompt(side: Side) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.sample(2)
+def test_f26_a_block_may_return_nothing_but_its_parameter(side: Side) -> None:
     model = built(PromptTuning)
     train(side, model)
     with torch.no_grad():
         side.note("returned without gradients", model.blocks[0]().clone())
     side.assert_settled(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f26_a_block_may_return_nothing_but_its_parameter(world: World) -> None:
-    assert_same(world, prompt)
 
 
 class HidesWeight(ReturnsWeight):
@@ -466,16 +456,13 @@ def loss_on_torchs(model: Any, inputs: Tensor) -> Tensor:
     return torch.stack([block.body.aux_loss for block in model.blocks]).sum()
 
 
-def late_on_torchs(side: Side, first: Any, reshard: bool) -> None:
-    train(side, built(Chain, *[lambda: LateOnTorchs(first)] * 3), reshard, loss_on_torchs)
-
-
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("first", [None, 0.0, torch.zeros(())], ids=["None", "number", "tensor"])
 def test_a_loss_that_replaces_something_on_a_module_of_torchs_trains(
-    world2: World, first: Any, reshard: bool
+    side: Side, first: Any, reshard: bool
 ) -> None:
-    assert_same(world2, late_on_torchs, first, reshard)
+    train(side, built(Chain, *[lambda: LateOnTorchs(first)] * 3), reshard, loss_on_torchs)
 
 
 class KeepsWeight(torch.autograd.Function):
@@ -509,13 +496,10 @@ class CollectingKernels(Collecting):
         self.blocks = nn.ModuleList(SideKernel() for _ in range(3))
 
 
-def side_kernels(side: Side, reshard: bool) -> None:
-    train(side, built(CollectingKernels), reshard, collected_loss)
-
-
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f25_freed_weights_are_never_read_by_a_side_output(world2: World, reshard: bool) -> None:
-    assert_same(world2, side_kernels, reshard)
+def test_f25_freed_weights_are_never_read_by_a_side_output(side: Side, reshard: bool) -> None:
+    train(side, built(CollectingKernels), reshard, collected_loss)
 
 
 class StoresWeight(nn.Module):
@@ -620,17 +604,14 @@ class UsesOne(Chain):
         return sum((outputs[i] for i in self.used), x * 0.5)
 
 
-def several_outputs(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
-    train(side, built(UsesOne, used), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_f25_any_of_several_outputs_may_be_used(
-    world2: World, used: tuple[int, ...], reshard: bool | None
+    side: Side, used: tuple[int, ...], reshard: bool | None
 ) -> None:
-    assert_same(world2, several_outputs, used, reshard)
+    train(side, built(UsesOne, used), reshard)
 
 
 class PassesThrough(nn.Module):
@@ -658,14 +639,11 @@ class Dense(nn.Module):
         return self.outlet(torch.stack(states).sum(0))
 
 
-def passing_through(side: Side, reshard: bool | None) -> None:
-    train(side, built(Dense), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, passing_through, reshard)
+def test_f25_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> None:
+    train(side, built(Dense), reshard)
 
 
 def unshards_of_passing_through() -> dict[str, int]:
@@ -689,17 +667,14 @@ def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
 # --- recurrent blocks, odd inputs -----------------------------------------------------------------
 
 
-def recurrent(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
-    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
-    train(side, model, reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(23)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_f25_recurrent_blocks_train(world2: World, kind: Any, options: Any, reshard: bool | None) -> None:
-    assert_same(world2, recurrent, kind, options, reshard)
+def test_f25_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
+    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
+    train(side, model, reshard)
 
 
 class Packed(nn.Module):
@@ -730,7 +705,13 @@ def test_f25_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequence
 # --- F28 ------------------------------------------------------------------------------------------
 
 
-def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_f28_training_follows_a_first_forward_without_gradients(
+    side: Side, mode: Any, reshard: bool | None
+) -> None:
     model = side.shard_tower(built(Chain, block, lambda: Recurrent(nn.LSTM)), reshard_after_forward=reshard)
     for step in range(2):
         with mode():
@@ -745,22 +726,10 @@ def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
     side.steps(model, adamw(model), [3])
 
 
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_f28_training_follows_a_first_forward_without_gradients(
-    world2: World, mode: Any, reshard: bool | None
-) -> None:
-    assert_same(world2, inference_first, mode, reshard)
-
-
-def sharded_under_inference_mode(side: Side) -> None:
+@same_as_plain(2)
+def test_f28_a_model_sharded_under_inference_mode_trains(side: Side) -> None:
     model = built(even_tower)
     with torch.inference_mode():
         side.shard_tower(model)
         side.note_rows("inference", model(side.inputs(9)).clone())
     side.steps(model, adamw(model), range(2))
-
-
-def test_f28_a_model_sharded_under_inference_mode_trains(world2: World) -> None:
-    assert_same(world2, sharded_under_inference_mode)
