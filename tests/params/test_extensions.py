@@ -17,7 +17,7 @@ import torch
 from harness import World
 from models import WIDTH, random_batch
 from reference import mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper, same_memory
 from torch import Tensor, nn
 
@@ -179,7 +179,10 @@ def memory_between_passes_as_if_large(kind: type[Wrapper], rows: int) -> tuple[l
 # --- a state dict, a copy and a change of dtype ---------------------------------------------------
 
 
-def loaded(side: Side, kind: type[Wrapper], rows: int) -> None:
+@same_as_plain(2)
+@any_rows
+@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
+def test_special_weights_go_through_a_state_dict(side: Side, kind: type[Wrapper], rows: int) -> None:
     """A sharded state dict of special weights goes into another model."""
     model = side.shard_tower(stack(side, kind, rows))
     torch.manual_seed(2)
@@ -188,12 +191,6 @@ def loaded(side: Side, kind: type[Wrapper], rows: int) -> None:
     note_all(side, other)
     with torch.no_grad():
         side.note_rows("output", other(side.inputs(0)))
-
-
-@any_rows
-@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
-def test_special_weights_go_through_a_state_dict(world2: World, kind: type[Wrapper], rows: int) -> None:
-    assert_same(world2, loaded, kind, rows)
 
 
 # --- half a protocol ------------------------------------------------------------------------------
@@ -242,7 +239,8 @@ class GetsItLater(TravelsLow):
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # type: ignore[assignment]
 
 
-def patched_after_sharding(side: Side) -> None:
+@same_as_plain(1, 2, 4)
+def test_a_class_may_get_its_protocol_until_the_first_forward(side: Side) -> None:
     with mock.patch.multiple(GetsItLater, fsdp_pre_all_gather=None, fsdp_post_all_gather=None):
         model = stack(side, GetsItLater, 5)
         side.shard_tower(model)
@@ -253,11 +251,6 @@ def patched_after_sharding(side: Side) -> None:
         GetsItLater.fsdp_pre_all_gather = TravelsLow.fsdp_pre_all_gather  # type: ignore[method-assign]
         GetsItLater.fsdp_post_all_gather = TravelsLow.fsdp_post_all_gather  # type: ignore[method-assign]
         train_steps(side, model)
-
-
-@any_world
-def test_a_class_may_get_its_protocol_until_the_first_forward(world: World) -> None:
-    assert_same(world, patched_after_sharding)
 
 
 class Refusing(RowScaled):

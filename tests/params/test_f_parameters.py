@@ -15,7 +15,7 @@ from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent
 from harness import World
 from models import even_tower, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -126,7 +126,8 @@ def test_f08_gradient_hooks_survive_a_change_of_dtype(world2: World, late: bool)
     assert_same(world2, gradient_hooks, True, late, atol=1e-6)  # it went through float32
 
 
-def hooks_on_frozen(side: Side) -> None:
+@same_as_plain(2)
+def test_f08_hooks_wait_while_the_parameter_is_frozen(side: Side) -> None:
     """A hook on a parameter that is trained later only."""
     model = built(even_tower)
     weight = model.blocks[0].up.weight
@@ -140,11 +141,8 @@ def hooks_on_frozen(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f08_hooks_wait_while_the_parameter_is_frozen(world2: World) -> None:
-    assert_same(world2, hooks_on_frozen)
-
-
-def removed_hook(side: Side) -> None:
+@same_as_plain(2)
+def test_f08_a_removed_hook_runs_no_more(side: Side) -> None:
     model = built(even_tower)
     handles = [model.inlet.weight.register_hook(lambda g: g * 2)]
     side.shard_tower(model)
@@ -156,11 +154,8 @@ def removed_hook(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f08_a_removed_hook_runs_no_more(world2: World) -> None:
-    assert_same(world2, removed_hook)
-
-
-def optimizer_in_backward(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_f08_an_optimizer_may_step_inside_backward(side: Side) -> None:
     """Each parameter is stepped as soon as its gradient is there, and the gradient dropped."""
     model = side.shard_tower(built(even_tower))
     optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
@@ -180,15 +175,16 @@ def optimizer_in_backward(side: Side) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f08_an_optimizer_may_step_inside_backward(world: World) -> None:
-    assert_same(world, optimizer_in_backward)
-
-
 # --- F09 ------------------------------------------------------------------------------------------
 
 
-def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(15)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
+def test_f09_a_parameter_put_in_place_of_another_is_used(
+    side: Side, early: bool, reshard: bool | None
+) -> None:
     """module.weight = new, with a parameter sharded alike."""
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
     if not early:
@@ -208,38 +204,23 @@ def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(15)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
-def test_f09_a_parameter_put_in_place_of_another_is_used(
-    world: World, early: bool, reshard: bool | None
-) -> None:
-    assert_same(world, replace_parameters, early, reshard)
-
-
-def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: bool) -> None:
-    model = side.shard_tower(built(make))
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(38)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
+@pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_f09_loading_by_assignment_is_used(side: Side, whole: bool, frozen: bool, again: bool) -> None:
+    """A state dict like the model's own, or the full one of an unsharded model."""
+    model = side.shard_tower(built(uneven_tower))
     if frozen:
         model.inlet.weight.requires_grad_(False)
-    width = 7 if make is uneven_tower else 8
     if again:
-        mean_of_squares(model, side.inputs(5, width)).backward()
+        mean_of_squares(model, side.inputs(5, 7)).backward()
         model.zero_grad()
     values = {n: values_for(value, index) for index, (n, value) in enumerate(model.state_dict().items())}
     sharded = {name: like(value, values[name]) for name, value in model.state_dict().items()}
     model.load_state_dict(values if whole else sharded, assign=True)
-    side.steps(model, adamw(model), range(2), width=width)
-
-
-@pytest.mark.thin(38)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
-@pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
-def test_f09_loading_by_assignment_is_used(world: World, whole: bool, frozen: bool, again: bool) -> None:
-    """A state dict like the model's own, or the full one of an unsharded model."""
-    assert_same(world, load_by_assignment, uneven_tower, whole, frozen, again)
+    side.steps(model, adamw(model), range(2), width=7)
 
 
 def load_tied_by_assignment(side: Side, whole: bool) -> None:
@@ -266,21 +247,18 @@ def plain_tied(side: Side) -> None:
     side.note_rows("output", model(side.inputs(1)))
 
 
-def tied_after_assignment(side: Side, whole: bool) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_f09_tied_weights_stay_tied_through_assignment(side: Side, whole: bool) -> None:
     if side.is_sharded:
         load_tied_by_assignment(side, whole)
     else:
         plain_tied(side)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f09_tied_weights_stay_tied_through_assignment(world: World, whole: bool) -> None:
-    assert_same(world, tied_after_assignment, whole)
-
-
-def set_data_in_place(side: Side) -> None:
+@same_as_plain(2)
+def test_f09_data_changed_in_place_is_used(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
     for index, param in enumerate(model.parameters()):
@@ -289,10 +267,6 @@ def set_data_in_place(side: Side) -> None:
     side.note_parameters(model)
     model.zero_grad()
     side.steps(model, adamw(model), range(2))
-
-
-def test_f09_data_changed_in_place_is_used(world2: World) -> None:
-    assert_same(world2, set_data_in_place)
 
 
 def refusal_after(change: str) -> str:
@@ -403,15 +377,11 @@ def test_f15_a_state_dict_taken_before_the_next_forward_stays_live(world2: World
     assert_same(world2, early_state_dict, uneven_tower, before, atol=atol)
 
 
-def tied_on_the_last_rank(side: Side) -> None:
+@same_as_plain(2, 3, 4)
+@pytest.mark.sample(2)
+def test_f15_tied_weights_are_trained_on_the_last_rank_too(side: Side) -> None:
     model = side.shard_tower(built(Tied))
     side.steps(model, adamw(model), range(3))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
-def test_f15_tied_weights_are_trained_on_the_last_rank_too(world: World) -> None:
-    assert_same(world, tied_on_the_last_rank)
 
 
 # --- F22 ------------------------------------------------------------------------------------------
@@ -421,7 +391,13 @@ def whole(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return random_batch(step, 6).to(dtype)
 
 
-def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) -> None:
+@same_as_plain(2, atol=0.0)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_f22_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
+    side: Side, packing_limit_bytes: int | None, reshard: bool | None
+) -> None:
     torch.manual_seed(1234)
     model = Chain(LoraLinear, LoraLinear, LoraLinear)
     policy = CommPolicy(packing_limit_bytes=packing_limit_bytes)
@@ -436,16 +412,10 @@ def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) 
     side.note_parameters(model)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f22_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
-    world2: World, packing_limit_bytes: int | None, reshard: bool | None
-) -> None:
-    assert_same(world2, adapters, packing_limit_bytes, reshard, atol=0.0)
-
-
-def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
+@same_as_plain(1, 2, 4, atol=0.0)  # powers of two: the mean is exact
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
+def test_f22_parameters_of_three_dtypes_train_exactly(side: Side, packing_limit_bytes: int | None) -> None:
     torch.manual_seed(1234)
     model = Chain(MixedBlock, MixedBlock)
     model.inlet.double()
@@ -462,13 +432,6 @@ def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)  # powers of two: the mean is exact
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
-def test_f22_parameters_of_three_dtypes_train_exactly(world: World, packing_limit_bytes: int | None) -> None:
-    assert_same(world, three_dtypes, packing_limit_bytes, atol=0.0)
-
-
 class ComplexBlock(nn.Module):
     """Complex weights, as in Fourier operators."""
 
@@ -481,7 +444,9 @@ class ComplexBlock(nn.Module):
         return torch.tanh((x.to(self.weight.dtype) @ self.weight).abs() * self.gain)
 
 
-def complex_numbers(side: Side, packing_limit_bytes: int | None) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+def test_f22_complex_parameters_train_beside_real_ones(side: Side, packing_limit_bytes: int | None) -> None:
     torch.manual_seed(1234)
     model = Chain(ComplexBlock)
     model.inlet.double()
@@ -489,13 +454,6 @@ def complex_numbers(side: Side, packing_limit_bytes: int | None) -> None:
     model.blocks[0].gain.data = model.blocks[0].gain.data.double()
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
-
-
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-def test_f22_complex_parameters_train_beside_real_ones(
-    world2: World, packing_limit_bytes: int | None
-) -> None:
-    assert_same(world2, complex_numbers, packing_limit_bytes)
 
 
 class Filters(nn.Module):
@@ -523,22 +481,25 @@ COMPLEX_OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-def complex_steps(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_f22_optimizers_update_complex_parameters_with_uneven_rows(side: Side) -> None:
     for optimizer in COMPLEX_OPTIMIZERS:
         torch.manual_seed(0)
         model = side.shard_tower(Filters())
         side.steps(model, optimizer(model.parameters()), range(3))
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f22_optimizers_update_complex_parameters_with_uneven_rows(world: World) -> None:
-    assert_same(world, complex_steps)
-
-
 # --- F30 ------------------------------------------------------------------------------------------
 
 
-def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) -> None:
+@same_as_plain(2, atol=0.0)
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_f30_training_goes_on_in_another_dtype(
+    side: Side, dtype: torch.dtype, how: str, reshard: bool | None
+) -> None:
     """Forward in float32, convert, go on training in `dtype`; every rank works on the whole batch."""
     torch.manual_seed(1234)
     model = side.shard_tower(uneven_tower(), reshard_after_forward=reshard)
@@ -563,17 +524,12 @@ def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) ->
     side.note_parameters(model)
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_f30_training_goes_on_in_another_dtype(
-    world2: World, dtype: torch.dtype, how: str, reshard: bool | None
-) -> None:
-    assert_same(world2, converted, dtype, how, reshard, atol=0.0)
-
-
-def same_in_another_form(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
+)
+def test_f30_moving_between_steps_changes_no_number(side: Side, how: str) -> None:
     """Calls that leave values and dtypes as they are."""
     model = side.shard_tower(built(uneven_tower))
     optimizer = adamw(model)
@@ -596,15 +552,8 @@ def same_in_another_form(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
-)
-def test_f30_moving_between_steps_changes_no_number(world2: World, how: str) -> None:
-    assert_same(world2, same_in_another_form, how)
-
-
-def halved(side: Side) -> None:
+@same_as_plain(2, atol=0.0)
+def test_f30_half_and_back(side: Side) -> None:
     torch.manual_seed(1234)
     model = side.shard_tower(even_tower())
     model(random_batch(0, 6).float())
@@ -617,11 +566,9 @@ def halved(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f30_half_and_back(world2: World) -> None:
-    assert_same(world2, halved, atol=0.0)
-
-
-def swapped(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("how", ["weights", "shifted", "models"])
+def test_f10_shards_may_be_assigned_to_each_others_places(side: Side, how: str) -> None:
     """What is assigned are shards of ours, in other places."""
     model, other = side.shard_tower(built(even_tower)), side.shard_tower(built(even_tower))
     with torch.no_grad():
@@ -641,11 +588,6 @@ def swapped(side: Side, how: str) -> None:
         model.load_state_dict(states[1], assign=True)
     for each in (model, other):
         side.steps(each, adamw(each), [1, 2])
-
-
-@pytest.mark.parametrize("how", ["weights", "shifted", "models"])
-def test_f10_shards_may_be_assigned_to_each_others_places(world2: World, how: str) -> None:
-    assert_same(world2, swapped, how)
 
 
 def tied_afterwards() -> str:
@@ -704,17 +646,14 @@ def test_f09_a_state_dict_is_assigned_to_tied_modules_of_one_call(world2: World)
     assert world2.run(assigned_to_two_modules_of_one_call) == [1.0, 1.0]
 
 
-def tied_and_recurrent(side: Side) -> None:
+@same_as_plain(2)
+def test_f30_tied_and_recurrent_weights_follow_a_change_of_dtype(side: Side) -> None:
     torch.manual_seed(1234)
     for model in (Tied(), Chain(lambda: Recurrent(nn.LSTM), lambda: Recurrent(nn.GRU))):
         side.shard_tower(model)
         model(random_batch(0, BATCH_SIZE).float())
         model.double()
         side.steps(model, adamw(model), range(2))
-
-
-def test_f30_tied_and_recurrent_weights_follow_a_change_of_dtype(world2: World) -> None:
-    assert_same(world2, tied_and_recurrent)
 
 
 def constrained(side: Side, how: str) -> None:
@@ -736,7 +675,8 @@ def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: s
             raise
 
 
-def converted_with_waiting_gradients(side: Side) -> None:
+@same_as_plain(2, atol=1e-05)
+def test_f30_unsynchronised_gradients_are_converted_as_well(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -746,11 +686,8 @@ def converted_with_waiting_gradients(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f30_unsynchronised_gradients_are_converted_as_well(world2: World) -> None:
-    assert_same(world2, converted_with_waiting_gradients, atol=1e-5)
-
-
-def one_half_converted(side: Side) -> None:
+@same_as_plain(2, atol=1e-06)
+def test_f30_a_conversion_loses_no_unsynchronised_gradient(side: Side) -> None:
     """A conversion while unsynchronised gradients wait."""
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
@@ -759,10 +696,6 @@ def one_half_converted(side: Side) -> None:
     side.sync(model, True)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
-
-
-def test_f30_a_conversion_loses_no_unsynchronised_gradient(world2: World) -> None:
-    assert_same(world2, one_half_converted, atol=1e-6)
 
 
 # --- containers, parametrizations, kept weights ---------------------------------------------------
@@ -786,7 +719,8 @@ class Containers(nn.Module):
         return self.attention(x, x, x)[0][:, 0]
 
 
-def containers(side: Side) -> None:
+@same_as_plain(2)
+def test_f08_lists_dicts_and_parametrizations_of_parameters_are_found(side: Side) -> None:
     model = side.shard_tower(built(Chain, Containers, Containers))
     side.steps(model, adamw(model), range(2))
     model.eval()
@@ -794,18 +728,10 @@ def containers(side: Side) -> None:
         side.note_rows("evaluation", model(side.inputs(9)))
 
 
-def test_f08_lists_dicts_and_parametrizations_of_parameters_are_found(world2: World) -> None:
-    assert_same(world2, containers)
-
-
-def no_parameters(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_f20_blocks_without_trainable_parameters_are_sharded_too(side: Side) -> None:
     """Blocks without any parameter, or with frozen ones only."""
     model = built(Chain, nn.Tanh, block, nn.Identity)
     model.blocks[1].requires_grad_(False)
     side.shard_tower(model)
     side.steps(model, adamw(model), range(2))
-
-
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f20_blocks_without_trainable_parameters_are_sharded_too(world: World) -> None:
-    assert_same(world, no_parameters)

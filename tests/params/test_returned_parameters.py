@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from failure_models import Chain, block, built
 from harness import World
 from models import even_tower
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 
 
@@ -71,16 +71,13 @@ class ReturnsSpecial(nn.Module):
         return x * self.weight, self.weight
 
 
-def return_special(side: Side) -> None:
+@same_as_plain(2)
+def test_f26_a_parameter_of_a_class_of_its_own_is_copied_too(side: Side) -> None:
     model = side.shard(built(ReturnsSpecial), reshard_after_forward=True)
     y, weight = model(side.inputs(0))
     side.note("the weight", weight.tolist())
     ((y * y).mean() + weight.prod()).backward()
     side.note_gradients(model)
-
-
-def test_f26_a_parameter_of_a_class_of_its_own_is_copied_too(world2: World) -> None:
-    assert_same(world2, return_special)
 
 
 def change_between(is_seen: bool, is_sharded: bool, reshard: bool | None) -> str:
