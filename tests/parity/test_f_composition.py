@@ -27,7 +27,7 @@ from models import (
 )
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -251,25 +251,21 @@ class PackedLinear(nn.Module):
         return self.back(torch.tanh(x @ dense.t() + self.up(self.down(x))))
 
 
-def subclassed(side: Side, make: Any, rows: int, options: dict[str, Any]) -> None:
+@same_as_plain(1, 2, 4)
+@pytest.mark.thin(25)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
+def test_f08_forward_sees_the_subclass_and_what_it_carries(
+    side: Side, make: Any, rows: int, reshard: bool
+) -> None:
     model = built(Chain, partial(make, rows), block, partial(make, rows))
-    side.shard_tower(model, **options)
+    side.shard_tower(model, reshard_after_forward=reshard)
     weight = model.blocks[0].weight
     side.note("attributes", sorted(vars(weight).keys() & {"tag", "quant_state"}))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     side.steps(model, optimizer, range(3))
     side.note("bytes", model.blocks[0].weight)
-
-
-@pytest.mark.thin(25)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("rows", [8, 5])
-@pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
-def test_f08_forward_sees_the_subclass_and_what_it_carries(
-    world: World, make: Any, rows: int, reshard: bool
-) -> None:
-    assert_same(world, subclassed, make, rows, {"reshard_after_forward": reshard})
 
 
 def packed_under_mixed_precision() -> list[str]:
@@ -292,7 +288,8 @@ def test_f08_packed_bytes_are_not_cast_under_mixed_precision(world2: World) -> N
 # --- F10 ------------------------------------------------------------------------------------------
 
 
-def resharded_to_two(side: Side) -> None:
+@same_as_plain(4)
+def test_f10_after_resharding_to_a_smaller_world_the_visible_shards_are_right(side: Side) -> None:
     """No dim 0 divides by 2 or 4; what is visible between forward and backward is right."""
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
     optimizer = adamw(model)
@@ -309,11 +306,9 @@ def resharded_to_two(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f10_after_resharding_to_a_smaller_world_the_visible_shards_are_right(world4: World) -> None:
-    assert_same(world4, resharded_to_two)
-
-
-def resharded_and_used_otherwise(side: Side, checkpointed: bool) -> None:
+@same_as_plain(4)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_f10_a_smaller_world_loses_nothing_in_unusual_orders(side: Side, checkpointed: bool) -> None:
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
     optimizer = adamw(model)
     for step in range(2):
@@ -334,15 +329,15 @@ def resharded_and_used_otherwise(side: Side, checkpointed: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_f10_a_smaller_world_loses_nothing_in_unusual_orders(world4: World, checkpointed: bool) -> None:
-    assert_same(world4, resharded_and_used_otherwise, checkpointed)
-
-
 # --- F12 ------------------------------------------------------------------------------------------
 
 
-def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
+)
+def test_f12_gradients_of_ignored_parameters_are_averaged_on_request(side: Side, synced: list[bool]) -> None:
     """One trainable parameter of the root and one of a block are left out."""
     model = built(uneven_tower)
     left_out = [model.inlet.weight, model.blocks[1].up.bias]
@@ -352,22 +347,11 @@ def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
     if side.is_sharded:
         assert [type(param) for param in left_out] == [nn.Parameter] * 2
         assert model.inlet.weight is left_out[0]
-        model.set_reduce_ignored_params(reduces)
+        model.set_reduce_ignored_params(True)
     for microbatch, is_synced in enumerate(synced):
         side.sync(model, is_synced)
         mean_of_squares(model, side.inputs(microbatch, 7)).backward()
     side.note_gradients(model)
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(
-    "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
-)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f12_gradients_of_ignored_parameters_are_averaged_on_request(
-    world: World, synced: list[bool]
-) -> None:
-    assert_same(world, with_ignored, synced, True)
 
 
 def gradient_left_alone() -> bool:
@@ -704,7 +688,10 @@ class TiedStages(nn.Module):
         return self.outlet(x)
 
 
-def tied_blocks(side: Side, make: Any) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(27)
+@pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
+def test_f23_blocks_may_share_weights(side: Side, make: Any) -> None:
     model = built(make)
     if make is TiedStages:
         side.shard(*(inner for stage in model.blocks for inner in stage))
@@ -717,14 +704,8 @@ def tied_blocks(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.thin(27)
-@pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
-    assert_same(world, tied_blocks, make)
-
-
-def tied_and_frozen(side: Side) -> None:
+@same_as_plain(2)
+def test_f23_tied_weights_may_be_frozen_and_thawed(side: Side) -> None:
     model = built(TiedLanguageModel, True)
     model.embed.weight.requires_grad_(False)
     side.shard(*model.blocks, model.embed, model.head, model)
@@ -740,14 +721,12 @@ def tied_and_frozen(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f23_tied_weights_may_be_frozen_and_thawed(world2: World) -> None:
-    assert_same(world2, tied_and_frozen)
-
-
 # --- F31 ------------------------------------------------------------------------------------------
 
 
-def actor_and_critic(side: Side) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.sample(3)
+def test_f31_roots_may_be_trained_apart_and_together(side: Side) -> None:
     """Three roots that share what they see, a frozen one among them, trained apart and together."""
     actor, critic, judge = built(even_tower), built(Chain, block), built(even_tower)
     judge.requires_grad_(False)
@@ -776,12 +755,6 @@ def actor_and_critic(side: Side) -> None:
     side.note_parameters(critic)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f31_roots_may_be_trained_apart_and_together(world: World) -> None:
-    assert_same(world, actor_and_critic)
-
-
 # --- F33 ------------------------------------------------------------------------------------------
 
 
@@ -797,23 +770,19 @@ def on_a_mixture(param: nn.Parameter) -> Shard | None:
     return Shard(param.numel() % param.ndim) if param.ndim else None
 
 
-def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
+@same_as_plain(1, 2, 3, 4)
+@pytest.mark.thin(280)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
+@pytest.mark.parametrize("make", [odd_model, uneven_tower])
+def test_f33_any_parameter_may_be_sharded_on_any_dimension(
+    side: Side, make: Any, place: Any, reshard: Any
+) -> None:
     model = built(make)
     side.shard_tower(model, shard_placement_fn=place, reshard_after_forward=reshard)
     width = 7 if make is uneven_tower else 8
     side.steps(model, adamw(model), range(3), width=width)
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
-
-
-@pytest.mark.thin(280)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
-@pytest.mark.parametrize("make", [odd_model, uneven_tower])
-@pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
-def test_f33_any_parameter_may_be_sharded_on_any_dimension(
-    world: World, make: Any, place: Any, reshard: bool
-) -> None:
-    assert_same(world, odd_parameters, make, place, reshard)
 
 
 def strides_seen(place: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -945,7 +914,11 @@ def test_f36_functional_call_uses_what_it_is_given_or_refuses(world: World, kind
 # --- F38 ------------------------------------------------------------------------------------------
 
 
-def clipped(side: Side, kind: float, offloads: bool) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(20)
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
+def test_f38_torchs_clipping_sees_the_norm_over_all_ranks(side: Side, kind: float, offloads: bool) -> None:
     """On one mesh, torch's clipping sees the whole norm."""
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
     model = side.shard_tower(built(uneven_tower), **options)
@@ -959,15 +932,8 @@ def clipped(side: Side, kind: float, offloads: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(20)
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f38_torchs_clipping_sees_the_norm_over_all_ranks(world: World, kind: float, offloads: bool) -> None:
-    assert_same(world, clipped, kind, offloads)
-
-
-def clipped_by_kind(side: Side) -> None:
+@same_as_plain(2)
+def test_f38_norms_of_sharded_and_plain_gradients_can_be_put_together(side: Side) -> None:
     """DTensors and plain parameters: a norm of each, put together by hand."""
     model = built(uneven_tower)
     with warnings.catch_warnings():
@@ -988,10 +954,6 @@ def clipped_by_kind(side: Side) -> None:
         torch.nn.utils.clip_grads_with_norm_(chosen_params, 0.05, total)
     side.note("norm", total)
     side.note_gradients(model)
-
-
-def test_f38_norms_of_sharded_and_plain_gradients_can_be_put_together(world2: World) -> None:
-    assert_same(world2, clipped_by_kind)
 
 
 # --- F40 ------------------------------------------------------------------------------------------
@@ -1068,7 +1030,8 @@ def test_f40_a_call_past_forward_says_which_parameter_and_what_to_call(
             torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
 
 
-def called_outside_after_unshard(side: Side) -> None:
+@same_as_plain(2)
+def test_f40_after_unshard_or_registering_the_same_calls_work(side: Side) -> None:
     """The remedies of the message."""
     model = side.shard_tower(built(Generating))
     if side.is_sharded:
@@ -1083,7 +1046,3 @@ def called_outside_after_unshard(side: Side) -> None:
         shardwise.register_fsdp_forward_method(model, "generate")
     side.note_rows("generated", model.generate(side.inputs(1)).detach())
     side.steps(model, adamw(model), range(2))
-
-
-def test_f40_after_unshard_or_registering_the_same_calls_work(world2: World) -> None:
-    assert_same(world2, called_outside_after_unshard)
