@@ -198,7 +198,7 @@ def test_in_bf16_the_gpt_trains_nearly_the_same(world2: World) -> None:
 
 
 def curve_of_bench(arguments: list[str]) -> Curve:
-    """What bench/loss_curves.py does with the example's model."""
+    """What bench/claims/loss_curves.py does with the example's model."""
     with example("train_gpt"):
         module = importlib.import_module("loss_curves")
         try:

@@ -12,10 +12,13 @@ optimizers.svg from them, and `compression.py` reads the loss.
 
 Refuted by: losses of `--peer torch` further than 1e-3 from ours; compression.py has the rest.
 
-    torchrun --nproc-per-node 2 bench/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
-    torchrun --nproc-per-node 2 bench/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
-    torchrun --nproc-per-node 2 bench/loss_curves.py --send-gradients int8
-    torchrun --nproc-per-node 2 bench/loss_curves.py --peer torch
+Recorded (2 processes, 2026-11-26): validation after 200 steps 2.35 with AdamW and 2.17 with Muon; after 100
+steps of shorter schedules 2.566 with AdamW and 2.545 with SOAP.
+
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --send-gradients int8
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --peer torch
 """
 
 import argparse
@@ -25,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # before bench/, which has a gpt.py too
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before bench/, which has a gpt.py too
 
 import torch
 import torch.distributed as dist
