@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import Net, Run, assert_same, everything, first_half, second_half, uninterrupted
+from checkpointing import Net, Run, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -59,7 +60,7 @@ class Target:
 
     def refused(self, **options: Any) -> str:
         text = refusal(load_checkpoint, self.path, self.model, self.optimizer, **options)
-        assert_same([everything(self.model, self.optimizer)], self.before, 0.0)
+        assert_all_same([everything(self.model, self.optimizer)], self.before, 0.0)
         return text.replace(str(self.path), "PATH")
 
 
@@ -106,7 +107,7 @@ def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_pat
         file.write_bytes(content)
     load_checkpoint(path, target.model, target.optimizer)
     target.run.train(target.model, target.optimizer, 2)
-    assert_same([everything(target.model, target.optimizer)], uninterrupted(target.run), 1e-10)
+    assert_all_same([everything(target.model, target.optimizer)], uninterrupted(target.run), 1e-10)
 
 
 @pytest.mark.slow
@@ -130,9 +131,9 @@ def test_f61_damage_in_torchs_checkpoints_is_refused_or_harmless(
             load_checkpoint(path, target.model, target.optimizer)
         except (ValueError, RuntimeError):
             num_refused += 1
-            assert_same([everything(target.model, target.optimizer)], target.before, 0.0)
+            assert_all_same([everything(target.model, target.optimizer)], target.before, 0.0)
         else:
-            assert_same([target.values()], want, 0.0)
+            assert_all_same([target.values()], want, 0.0)
         file.write_bytes(content)
     assert num_refused > 10
 
@@ -326,7 +327,7 @@ def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: P
     shutil.rmtree(tmp_path / "host-1" / "run")
     shutil.copytree(tmp_path / "host-0" / "run", tmp_path / "host-1" / "run")
     run = Run(path=OWN)
-    assert_same(world2.run(on_own_disk, str(tmp_path), second_half, run), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(on_own_disk, str(tmp_path), second_half, run), uninterrupted(run), 1e-10)
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
@@ -350,4 +351,4 @@ def test_a_plain_module_is_verified_too(tmp_path: Path) -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert "model.outlet.weight" in refusal(load_checkpoint, tmp_path / "x", model)
-    assert_same([model.state_dict()], before, 0.0)
+    assert_all_same([model.state_dict()], before, 0.0)

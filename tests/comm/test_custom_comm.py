@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from custom_comms import AllGather, Comm, Comms, ReduceScatter
-from failure_models import Failure, built, fragile_tower
+from failure_models import Failure, fragile_tower
 from harness import World
-from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from models import built, even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import SHARDED, Calling, assert_says, refusal, sharded_tower, tower
 from scenario import Side, assert_same, same_as_plain

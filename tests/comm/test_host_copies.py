@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw
 from scenario import Side, same_as_plain
 from simulated_device import Device, Event, Stream, install, streams_on_the_host

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, uneven_tower
+from models import built, even_tower, uneven_tower
 from reference import adamw
 from scenario import Side, same_as_plain
 from torch import Tensor

@@ -7,8 +7,8 @@ Scripts run plainly and sharded (scenario.py) in float64.
 from typing import Any
 
 import torch
-from failure_models import Chain, built
-from models import WIDTH
+from failure_models import Chain
+from models import WIDTH, built
 from reference import adamw
 from scenario import Side, same_as_plain
 from torch import Tensor, nn

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import WIDTH, Block
+from models import WIDTH, Block, built
 from reference import adamw
 from scenario import Side, same_as_plain
 from torch import Tensor, nn

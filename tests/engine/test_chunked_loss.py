@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_batch
+from models import built, random_batch
 from reference import adamw
 from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ class Model(nn.Module):
 def test_a_head_run_in_chunks_trains_as_a_whole_one(
     side: Side, chunks: int, reshard: bool | None, keeps_graph: bool
 ) -> None:
-    torch.manual_seed(0)
-    model = Model().double()
+    model = built(Model, seed=0)
     side.shard(model.block, [model.norm, model.head], model, reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):

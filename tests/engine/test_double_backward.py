@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from events import observe
-from failure_models import built
 from harness import World
-from models import even_tower
+from models import built, even_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn

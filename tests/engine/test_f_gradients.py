@@ -21,10 +21,9 @@ from failure_models import (
     Stages,
     Twice,
     block,
-    built,
 )
 from harness import World
-from models import even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from events import observe
-from failure_models import Chain, Recurrent, block, built
+from failure_models import Chain, Recurrent, block
 from harness import World
-from models import Block, even_tower
+from models import Block, built, even_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn

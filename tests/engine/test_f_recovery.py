@@ -10,19 +10,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import (
-    Chain,
-    CheckpointedTower,
-    Constrained,
-    Failure,
-    Fragile,
-    block,
-    built,
-    fragile_tower,
-)
+from failure_models import Chain, CheckpointedTower, Constrained, Failure, Fragile, block, fragile_tower
 from harness import World
 from meshed import refusal
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn

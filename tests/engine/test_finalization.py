@@ -12,7 +12,7 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ SHAPES = [(2,), (2, 1)]
 
 
 def tower(side: Side, shape: tuple[int, ...] | None = None) -> Any:
-    torch.manual_seed(0)
-    model: Any = even_tower().double()
+    model = built(even_tower, seed=0)
     options = {"mesh": init_device_mesh("cpu", shape)} if side.is_sharded and shape else {}
     side.shard_tower(model, **options)
     if side.is_sharded:
@@ -84,8 +83,7 @@ class Choosing(nn.Module):
 
 def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[str, Tensor]:
     """`uses` says for each rank and microbatch whether the second layer is used."""
-    torch.manual_seed(0)
-    model: Any = Choosing().double()
+    model = built(Choosing, seed=0)
     ignored = {model.scale}
     for layer in (model.first, model.second):
         fully_shard(layer)
@@ -111,8 +109,7 @@ def rank_batch(number: int, rank: int) -> Tensor:
 def test_ranks_that_use_different_modules_reduce_once(world2: World, syncs: bool) -> None:
     """One rank has used the second layer in its first microbatch only, the other never."""
     uses = [[True, False], [False, False]]
-    torch.manual_seed(0)
-    model = Choosing().double()
+    model = built(Choosing, seed=0)
     for rank, microbatches in enumerate(uses):
         for number, uses_second in enumerate(microbatches):
             model(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from harness import World
-from models import WIDTH, Block
+from models import WIDTH, Block, built
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -83,8 +83,7 @@ def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
 @same_as_plain(2)
 def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(side: Side) -> None:
     """A frozen embedding is trained around, and evaluated."""
-    torch.manual_seed(3)
-    embedding = nn.Embedding(16, WIDTH, max_norm=1.0).double()
+    embedding = built(nn.Embedding, 16, WIDTH, max_norm=1.0, seed=3)
     embedding.weight.requires_grad_(False)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, 3).double())
     side.shard(model[0], model, reshard_after_forward=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World
-from models import random_batch
+from models import random_batch, shard_tower
 from reference import Recipe, assert_same_training, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -139,9 +139,7 @@ def test_over_replicas_too(world4: World) -> None:
 def sent_at_completion(order: str) -> list[str]:
     """For each group of a backward, what had been sent when its last gradient came."""
     model = Model(order)
-    for block in model.blocks:
-        fully_shard(block, comm_policy=IN_PARTS)
-    fully_shard(model, comm_policy=IN_PARTS)
+    shard_tower(model, comm_policy=IN_PARTS)
     told = []
     reduce = Gradients.reduce
 
@@ -190,8 +188,7 @@ class Quarters(nn.Module):
 
 def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
     model = Quarters(rows)
-    for module in (*model.blocks, model):
-        fully_shard(module, comm_policy=IN_PARTS, mp_policy=precision)
+    shard_tower(model, comm_policy=IN_PARTS, mp_policy=precision)
     most = [0]
     limit = ReductionQueue._limit
 
@@ -257,9 +254,7 @@ def built(side: Side) -> Model:
     torch.manual_seed(1234)
     model = Model().double()
     if side.is_sharded:
-        for block in model.blocks:
-            fully_shard(block, comm_policy=IN_PARTS)
-        fully_shard(model, comm_policy=IN_PARTS)
+        shard_tower(model, comm_policy=IN_PARTS)
     return model
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn

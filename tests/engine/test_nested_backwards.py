@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from failure_models import Chain, block, built
+from failure_models import Chain, block
 from harness import World
-from models import WIDTH
+from models import WIDTH, built
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn

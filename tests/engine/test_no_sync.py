@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_all_same
 from events import events_of
 from failure_models import CheckpointedTower, Failure, fragile_tower
 from harness import World
-from meshed import Asks, assert_all_same, gradients_of, parameters_of
-from models import even_tower, random_batch, uneven_tower
+from meshed import Asks, gradients_of, parameters_of
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
-from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of
+from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of, part
 from torch import Tensor, nn
 
 import shardwise
@@ -32,11 +33,6 @@ by_plan = pytest.mark.parametrize(
 by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
 
-def built(make: Any, *args: Any) -> Any:
-    torch.manual_seed(1234)
-    return make(*args).double()
-
-
 @contextmanager
 def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterator[None]:
     """`no_sync` where the model is sharded."""
@@ -45,11 +41,7 @@ def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterato
 
 
 def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> Tensor:
-    batch = random_batch(seed, 12, width)
-    if plan is not None:
-        rank, share = torch.distributed.get_rank(), 12 // plan.ranks
-        batch = batch[rank * share : (rank + 1) * share]
-    return mean_of_squares(model, batch)
+    return mean_of_squares(model, part(plan, seed, width))
 
 
 # --- the numbers ----------------------------------------------------------------------------------

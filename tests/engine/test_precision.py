@@ -22,7 +22,16 @@ import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import gradients_of, parameters_of, part, tensors_of, whole
-from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from models import (
+    built,
+    even_tower,
+    language_model,
+    next_token_loss,
+    random_batch,
+    shard_tower,
+    token_batch,
+    uneven_tower,
+)
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -286,8 +295,7 @@ def double_training(dtype: torch.dtype) -> dict[str, Any]:
 @any_world
 def test_float32_parameters_may_compute_in_float64(world: World) -> None:
     """Gradients are right to the one rounding that ends them, which float32 would not be."""
-    torch.manual_seed(1234)
-    model = even_tower().double()
+    model = built(even_tower)
     mean_of_squares(model, random_batch(0, 12)).backward()
     for found in world.run(double_training, F64):
         for name, want in gradients_of(model).items():
@@ -1142,8 +1150,7 @@ def with_policy(kind: str) -> dict[str, Any]:
         "torchs_empty": peer.MixedPrecisionPolicy(),
     }
     model = TOWER.model()
-    for module in [*model.blocks, model]:
-        fully_shard(module, mp_policy=policies[kind])
+    shard_tower(model, mp_policy=policies[kind])
     inputs = TOWER.part(0, dist.get_rank(), dist.get_world_size())
     output = model(inputs)
     (output.float() - inputs.sum(1, keepdim=True)).pow(2).mean().backward()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from events import events_of, observe
 from expecttest import assert_expected_inline
-from failure_models import Chain, CheckpointedTower, Stages, Twice, block, built
+from failure_models import Chain, CheckpointedTower, Stages, Twice, block
 from harness import World
-from models import WIDTH, Block, Tower, even_tower, random_batch, uneven_tower
+from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same, same_as_plain
@@ -24,6 +24,7 @@ from test_memory import B, Pair, unsharded_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
+from towers import backward
 
 from shardwise import CommPolicy, fully_shard, no_sync
 
@@ -85,16 +86,9 @@ class Spaced(Tower):
 
 
 def spaced(choices: Choices, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = Spaced().double()
+    model = built(Spaced, seed=0)
     policy = CommPolicy(**choices)
-    for each in model.blocks:
-        fully_shard(each, comm_policy=policy, **options)
-    return fully_shard(model, comm_policy=policy, **options)
-
-
-def step(model: nn.Module, index: int = 0) -> None:
-    model(random_batch(index, 4)).pow(2).mean().backward()
+    return shard_tower(model, comm_policy=policy, **options)
 
 
 def events_of_a_step(
@@ -104,9 +98,9 @@ def events_of_a_step(
     model = spaced(choices, **options)
     if prepare is not None:
         prepare(model)
-    step(model)
+    backward(model)
     model.events = events_of(model)
-    step(model, 1)
+    backward(model, 1)
     return [event for event in model.events if not event.startswith("reduced")]
 
 
@@ -476,11 +470,10 @@ def test_weights_that_are_used_detached_are_there_for_their_last_use(world2: Wor
 
 def train_detached_after() -> str:
     model = built(detached)
-    for each in (*model.blocks, model):
-        fully_shard(each, comm_policy=CommPolicy(**AFTER))
-    step(model)  # whose backward shows what is recomputed: nothing is freed early yet
+    shard_tower(model, comm_policy=CommPolicy(**AFTER))
+    backward(model)  # whose backward shows what is recomputed: nothing is freed early yet
     try:
-        step(model, 1)
+        backward(model, 1)
     except RuntimeError as error:
         return str(error)
     return "trained"
@@ -591,8 +584,7 @@ class Recomputed(nn.Module):
 @same_as_plain(2)
 @pytest.mark.parametrize("quiet", [0, 1])
 def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(side: Side, quiet: int) -> None:
-    torch.manual_seed(4)
-    model = Recomputed().double()
+    model = built(Recomputed, seed=4)
     policy = CommPolicy(backward_prefetch="after")
     side.shard(*model.blocks, model, comm_policy=policy)
     optimizer = adamw(model)

@@ -8,6 +8,7 @@ import torch
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
+from models import built
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -119,8 +120,7 @@ def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int)
 
 @same_as_plain(2)
 def test_training_with_random_depth_is_plain_training(side: Side) -> None:
-    torch.manual_seed(0)
-    model = Deep().double()
+    model = built(Deep, seed=0)
     if side.is_sharded:
         for module in (*model.layers, model):
             fully_shard(module, comm_policy=CommPolicy(prefetch=2))

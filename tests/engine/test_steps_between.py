@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
 from meshed import refusal
-from models import even_tower
+from models import built, even_tower
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
 from torch import nn

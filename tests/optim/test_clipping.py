@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from failure_models import Tied
 from harness import World
-from meshed import Layout, assert_all_same, gradients_of, layout_inputs, refusal
-from models import WIDTH, Block, even_tower, random_batch, uneven_tower
+from meshed import Layout, gradients_of, layout_inputs, refusal
+from models import WIDTH, Block, built, even_tower, random_batch, shard_tower, uneven_tower
 from reference import full, mean_of_squares
 from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
 from torch import Tensor, nn
@@ -62,13 +63,11 @@ TALL = Layout((4, 1))  # hybrid without anything to shard over
 
 
 def tower(layout: Layout | None, build: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    torch.manual_seed(1234)
-    model = build().double()
+    model = built(build)
     if layout is not None:
         if layout.names == ("replicate",):
             options["dp_mesh_dims"] = shardwise.DataParallelMeshDims(replicate="replicate")
-        for module in [*model.blocks, model]:
-            fully_shard(module, mesh=layout.mesh(), **options)
+        shard_tower(model, mesh=layout.mesh(), **options)
     return model
 
 
@@ -141,8 +140,7 @@ class Everything(nn.Module):
 
 
 def everything(layout: Layout | None) -> nn.Module:
-    torch.manual_seed(1234)
-    model = Everything().double()
+    model = built(Everything)
     if layout is None:
         return model
     split_mlps_of(model, layout.mesh()["tp"])
@@ -781,8 +779,7 @@ def test_a_gradient_off_the_mesh_of_its_parameter_is_refused(world2: World) -> N
 def clipped_before_sharding() -> str:
     model = even_tower()
     params = list(model.parameters())
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=LINES[1].mesh())
+    shard_tower(model, mesh=LINES[1].mesh())
     return refusal(clip_grad_norm_, params, 1.0)
 
 
@@ -857,8 +854,7 @@ def test_inf_as_limit_measures_and_changes_nothing() -> None:
 
 
 def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
-    torch.manual_seed(1234)
-    embed = nn.Embedding(9, 4, sparse=is_sharded).double()
+    embed = built(nn.Embedding, 9, 4, sparse=is_sharded)
     embed(torch.tensor([1, 5, 1, 1])).pow(2).sum().backward()
     (other,) = params_of([Given((5, 3), LINES[2], ROWS)], is_sharded)
     clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_

@@ -21,22 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from arrangements import Way
-from checkpointing import (
-    HALF,
-    Net,
-    Run,
-    assert_same,
-    by_block,
-    everything,
-    first_half,
-    second_half,
-    uninterrupted,
-)
+from checkpointing import HALF, Net, Run, by_block, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from dynamo import quiet_dynamo
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
-from models import random_batch
+from models import built, random_batch, shard_tower
 from reference import OptimizerByName, full
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -103,7 +94,7 @@ def trained(run: Run, steps: int = 4) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind_steps_as_in_plain_pytorch(world2: World, kind: Kind) -> None:
     want = trained(kind.run(is_flat=False))
-    assert_same(world2.run(trained, kind.run()), want, 1e-10)
+    assert_all_same(world2.run(trained, kind.run()), want, 1e-10)
 
 
 def steps_dtensors(kind: Kind) -> bool:
@@ -118,7 +109,7 @@ def test_every_kind_steps_as_on_dtensors_to_the_bit(world2: World, kind: Kind) -
     # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
     atol = 1e-13 if "fused" in kind.options else 0.0
     for got, expected in zip(world2.run(trained, kind.run()), want, strict=True):
-        assert_same([got], expected, atol)
+        assert_all_same([got], expected, atol)
 
 
 def forms(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -187,16 +178,14 @@ WAYS = [
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")
     want = trained_in(None, way.build, is_flat=False)
-    assert_same(world.run(trained_in, way, way.build, is_flat=True), want, 1e-10)
+    assert_all_same(world.run(trained_in, way, way.build, is_flat=True), want, 1e-10)
 
 
 def trained_in_low_precision(is_flat: bool, options: dict[str, Any], name: str) -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     model = Net()
     policy = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard_tower(model, mp_policy=policy)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05)
     optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
     for step in range(3):
@@ -217,7 +206,7 @@ def test_mixed_precision_changes_nothing(world2: World, options: dict[str, Any],
     """To the bit, also where gradients are kept in bfloat16 and weights are float32."""
     want = world2.run(trained_in_low_precision, False, options, name)
     for got, expected in zip(world2.run(trained_in_low_precision, True, options, name), want, strict=True):
-        assert_same([got[0]], expected[0], 0.0)
+        assert_all_same([got[0]], expected[0], 0.0)
         assert got[1] == {torch.bfloat16 if "keep_low_precision_grads" in options else torch.float32}
 
 
@@ -302,7 +291,7 @@ def test_without_eps_padding_is_left_out(world2: World) -> None:
     """There 0 / 0 would be written into it."""
     kind = Kind("Adam", {"eps": 0.0})
     assert world2.run(padding_after_steps, kind) == [[0, 0, 0]] * 2
-    assert_same(world2.run(trained, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(trained, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
 
 
 def number_of_plans(run: Run) -> int:
@@ -419,7 +408,7 @@ def memory_while_state_is_replaced() -> bool:
         for key in values:
             values[key] = values[key].clone()
     is_freed = not optimizer._shown_views and not optimizer._flat_state and optimizer._plan is None
-    assert_same([local_state()], before, 0.0)
+    assert_all_same([local_state()], before, 0.0)
     return is_freed
 
 
@@ -455,7 +444,7 @@ GAPPED = [
 @pytest.mark.parametrize("kind", GAPPED, ids=str)
 def test_parameters_without_gradient_are_skipped(world2: World, kind: Kind) -> None:
     want = trained_with_gaps(kind.run(is_flat=False), 7)
-    assert_same(world2.run(trained_with_gaps, kind.run(), 7), want, 1e-10)
+    assert_all_same(world2.run(trained_with_gaps, kind.run(), 7), want, 1e-10)
 
 
 def frozen_and_thawed(is_flat: bool) -> tuple[dict[str, Any], Any]:
@@ -475,7 +464,7 @@ def frozen_and_thawed_flat() -> dict[str, Any]:
 
 
 def test_parameters_may_be_frozen_and_thawed(world2: World) -> None:
-    assert_same(world2.run(frozen_and_thawed_flat), frozen_and_thawed(False)[0], 1e-10)
+    assert_all_same(world2.run(frozen_and_thawed_flat), frozen_and_thawed(False)[0], 1e-10)
 
 
 @same_as_plain(2)
@@ -593,8 +582,7 @@ class Mixed(nn.Module):
 def test_plain_parameters_and_other_dtensors_are_stepped_beside(
     side: Side, options: dict[str, Any]
 ) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Mixed().double()
+    model = built(Mixed, seed=0)
     if dist.is_initialized():
         mesh = device_mesh((dist.get_world_size(),), ("shard",))
         model.other = nn.Parameter(distribute_tensor(model.other.detach(), mesh, [Replicate()]))
@@ -658,7 +646,7 @@ def grouped(is_flat: bool) -> tuple[dict[str, Any], Any]:
 def test_runs_are_cut_where_groups_differ(world2: World) -> None:
     want, _ = grouped(False)
     for got, runs in world2.run(grouped, True):
-        assert_same([got], want, 1e-10)
+        assert_all_same([got], want, 1e-10)
         assert runs == [2] * 5  # weights and biases of a block lie apart, by size
 
 
@@ -797,9 +785,7 @@ def a_step_between_forward_and_backward(how: dict[str, Any]) -> str:
 
 
 def kept_unsharded(model: nn.Module, layout: Layout | None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=False)
-    return fully_shard(model, reshard_after_forward=False)
+    return shard_tower(model, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
@@ -879,8 +865,7 @@ def test_models_may_be_converted(side: Side) -> dict[str, Any]:
 
 def sharded_around_later() -> dict[str, Any]:
     run = Kind("AdamW").run()
-    torch.manual_seed(1)
-    model = Net().double()
+    model = built(Net, seed=1)
     for block in model.blocks:
         fully_shard(block)
     optimizer = FlatOptimizer(torch.optim.AdamW([p for b in model.blocks for p in b.parameters()], lr=0.05))
@@ -896,8 +881,7 @@ def sharded_around_later() -> dict[str, Any]:
 
 def the_same_plainly() -> dict[str, Any]:
     run = Run()
-    torch.manual_seed(1)
-    model = Net().double()
+    model = built(Net, seed=1)
     optimizer = torch.optim.AdamW([p for b in model.blocks for p in b.parameters()], lr=0.05)
     model.blocks[0](random_batch(0, 6, 6)).pow(2).mean().backward()
     optimizer.step()
@@ -908,7 +892,7 @@ def the_same_plainly() -> dict[str, Any]:
 
 
 def test_more_may_be_sharded_later(world2: World) -> None:
-    assert_same(world2.run(sharded_around_later), the_same_plainly(), 1e-10)
+    assert_all_same(world2.run(sharded_around_later), the_same_plainly(), 1e-10)
 
 
 @same_as_plain(2)
@@ -948,7 +932,7 @@ def continued(run: Run, path: str, saver: str, loader: str) -> bool:
     shardwise.load_checkpoint(path, other, fresh)
     run.train(model, optimizer, HALF)
     run.train(other, fresh, HALF)
-    assert_same([everything(other, fresh)], everything(model, optimizer), 0.0)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
     return True
 
 
@@ -964,7 +948,7 @@ def test_checkpoints_do_not_know(world2: World, world3: World, tmp_path: Path, p
     world2.run(first_half, saved)
     loading = replace(saved, optimizer=OPTIMIZERS[pair[1]])
     want = uninterrupted(replace(run, optimizer=torch.optim.AdamW))
-    assert_same(world3.run(second_half, loading), want, 1e-10)
+    assert_all_same(world3.run(second_half, loading), want, 1e-10)
 
 
 def state_dicts_cross_over(first: str, second: str) -> bool:
@@ -978,7 +962,7 @@ def state_dicts_cross_over(first: str, second: str) -> bool:
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run.train(model, optimizer, HALF)
     run.train(other, fresh, HALF)
-    assert_same([everything(other, fresh)], everything(model, optimizer), 0.0)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
     return True
 
 
@@ -1000,7 +984,7 @@ def state_shared_with_another() -> bool:
     fresh.load_state_dict(optimizer.state_dict())
     before = everything(model, optimizer)
     run.train(other, fresh, 2)
-    assert_same([everything(model, optimizer)], before, 0.0)
+    assert_all_same([everything(model, optimizer)], before, 0.0)
     return True
 
 
@@ -1022,7 +1006,7 @@ def full_states(is_flat: bool) -> dict[str, Any]:
 
 
 def test_full_states_go_in_and_out(world2: World) -> None:
-    assert_same(world2.run(full_states, True), trained(Kind("AdamW").run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(full_states, True), trained(Kind("AdamW").run(is_flat=False)), 1e-10)
 
 
 def through_torchs_recipe(path: str) -> dict[str, Any]:
@@ -1044,7 +1028,7 @@ def test_torchs_checkpoints_work(world2: World, tmp_path: Path) -> None:
     want = trained(Kind("AdamW").run(is_flat=False))
     for got in world2.run(through_torchs_recipe, str(tmp_path / "checkpoint")):
         got.pop("inlet.bias step", None)  # torch's recipe gives state to what has had no gradient
-        assert_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
+        assert_all_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
 
 
 @same_as_plain(2)
@@ -1074,7 +1058,7 @@ def with_state_on_the_host(run: Run) -> dict[str, Any]:
 
 def test_offloaded_state_works(world2: World) -> None:
     kind = Kind("AdamW")
-    assert_same(world2.run(with_state_on_the_host, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(with_state_on_the_host, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
 
 
 @same_as_plain(2)
@@ -1273,7 +1257,7 @@ def refused_in_a_step() -> list[str]:
     del optimizer.param_groups[0]["params"][-1]
     after = everything(model, optimizer)
     after["blocks.0.up.weight exp_avg"] = before["blocks.0.up.weight exp_avg"]
-    assert_same([after], before, 0.0)
+    assert_all_same([after], before, 0.0)
     return texts
 
 

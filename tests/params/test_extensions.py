@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import World
-from models import WIDTH, random_batch
+from models import WIDTH, random_batch, shard_tower
 from reference import mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper, same_memory
@@ -121,9 +121,7 @@ def what_it_knows(rows: int) -> tuple[list[Any], list[Any], str]:
     torch.manual_seed(1)
     model: Any = Stack(KnowsAll, rows, True)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard_tower(model, mp_policy=policy)
     mean_of_squares(model, random_batch(0, 4).float()).backward()
     grad = model.blocks[0][0].weight.grad.to_local()
     facts = [(e["outer"], e["module"], e["policy"]) for e in Journal.of("pre")]
@@ -336,9 +334,7 @@ def all_gather_no_tensor(self: Any, mesh: Any) -> Any:
 def error_of_unsharding(gather: Callable[..., Any]) -> str:
     torch.manual_seed(1)
     model: Any = Stack(type("Strange", (TravelsLow,), {"fsdp_pre_all_gather": gather}), 8, True)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     with pytest.raises((TypeError, ValueError)) as caught:
         model(random_batch(0, 4))
     return str(caught.value)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block, built
+from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block
 from harness import World
-from models import even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
@@ -270,8 +270,7 @@ def test_f09_data_changed_in_place_is_used(side: Side) -> None:
 
 
 def refusal_after(change: str) -> str:
-    torch.manual_seed(1)
-    model = Tied().double()
+    model = built(Tied, seed=1)
     fully_shard(model.blocks[0])
     fully_shard(model)
     inputs = random_batch(0, 4)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import Chain, block, built
+from failure_models import Chain, block
 from harness import World
-from models import even_tower
+from models import built, even_tower
 from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from events import events_of
-from failure_models import Branching, PartlyUsed, Tied, built
+from failure_models import Branching, PartlyUsed, Tied
 from harness import World
-from models import Block, Tower, even_tower, random_batch, uneven_tower
+from models import Block, Tower, built, even_tower, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same, same_as_plain
@@ -310,8 +310,7 @@ class Manual(nn.Module):
 
 @same_as_plain(2)
 def test_layers_wrapped_by_hand_stay_as_they_are(side: Side) -> None:
-    torch.manual_seed(3)
-    model = Manual(fully_shard if side.is_sharded else lambda module: module).double()
+    model = built(Manual, fully_shard if side.is_sharded else lambda module: module, seed=3)
     shard_here(side, model, strategy="zero2")
     if side.is_sharded:
         assert groups_of(model) == ["", "layer1", "layer3"]
@@ -722,8 +721,7 @@ def test_states_need_no_new_keys_to_change_sides(side: Side, direction: str) -> 
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(first, options=options)
     of_optimizer = get_optimizer_state_dict(first, optimizer, options=options)
-    torch.manual_seed(77)
-    second = uneven_tower().double()
+    second = built(uneven_tower, seed=77)
     if side.is_sharded and is_first_plain:
         shard_model(second)
     optimizer = adamw(second)

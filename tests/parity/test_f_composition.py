@@ -12,16 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from failure_models import Branching, Chain, PartlyUsed, block, built
+from failure_models import Branching, Chain, PartlyUsed, block
 from harness import World
 from models import (
     WIDTH,
     Block,
     LanguageModel,
+    built,
     even_tower,
     next_token_loss,
     odd_model,
     random_batch,
+    shard_tower,
     token_batch,
     uneven_tower,
 )
@@ -38,12 +40,6 @@ import shardwise
 from shardwise import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 RESHARD = [None, True, False]
-
-
-def shard_tower(model: nn.Module, **options: Any) -> Any:
-    for each in model.blocks:
-        fully_shard(each, **options)
-    return fully_shard(model, **options)
 
 
 # --- F04 ------------------------------------------------------------------------------------------
@@ -378,9 +374,7 @@ def warnings_about_ignored(which: str) -> list[str]:
             param.requires_grad_(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for each in model.blocks:
-            fully_shard(each, ignored_params=ignored)
-        fully_shard(model, ignored_params=ignored)
+        shard_tower(model, ignored_params=ignored)
         mean_of_squares(model, random_batch(0, 4)).backward()
         mean_of_squares(model, random_batch(1, 4)).backward()
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]

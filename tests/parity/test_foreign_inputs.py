@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from custom_comms import Comms
 from dynamo import forget_graphs, quiet_dynamo
-from failure_models import Tied, block, built
+from failure_models import Tied, block
 from harness import World
-from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
+from models import WIDTH, Block, built, even_tower, odd_model, random_batch, shard_tower, uneven_tower
 from reference import LocalAdamW, adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import shardwise
-from shardwise import FSDPModule, fully_shard
+from shardwise import FSDPModule
 
 both_worlds = pytest.mark.parametrize("world", [2, 3], indirect=True)
 
@@ -586,9 +586,7 @@ def test_f34_a_part_may_be_copied_alone(side: Side, on: str) -> None:
 def settings_of_a_copy() -> float:
     """What was set on the original holds for the copy, and is changed there alone."""
     model = built(even_tower)
-    for each in model.blocks:
-        fully_shard(each)
-    fully_shard(model)
+    shard_tower(model)
     model.set_gradient_divide_factor(1.0)
     model.set_requires_gradient_sync(False)
     other = copy.deepcopy(model)
@@ -762,9 +760,7 @@ def stages_on_ranks() -> tuple[dict[str, Tensor], list[float]]:
     group = mesh.get_group("stage")
     other = dist.get_process_group_ranks(group)[1 - stage]
     model = built(even_tower) if stage else cut(built(even_tower))
-    for each in model.blocks:
-        fully_shard(each, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    shard_tower(model, mesh=mesh["shard"])
     losses: list[float] = []
     kept: list[tuple[Any, Tensor]] = []
     sent: list[Any] = []
@@ -829,9 +825,7 @@ def test_a_pipeline_over_ranks_trains_as_the_whole_model(world4: World) -> None:
 
 def stays_a_module_of_ours() -> list[bool]:
     model = built(Model, wrapped_for_checkpointing)
-    for each in model.blocks:
-        fully_shard(each)
-    fully_shard(model)
+    shard_tower(model)
     return [isinstance(each, FSDPModule) for each in (model, *model.blocks, innermost(model.blocks[0]))]
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,9 +45,7 @@ def forked(way_of_rank: list[int]) -> str:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     try:
         model(torch.ones(2, 4), way_of_rank[dist.get_rank()]).sum().backward()
     except RuntimeError as error:
@@ -152,9 +151,7 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
     pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
     mesh = DeviceMesh.from_group(pg, "cpu")
     model = Forks()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     try:
         for _ in range(steps_of_rank[dist.get_rank()]):
             model(torch.ones(2, 4), 0).sum().backward()

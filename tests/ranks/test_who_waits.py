@@ -18,10 +18,11 @@ import torch.distributed as dist
 from blocking_backend import blocking_group
 from expecttest import assert_expected_inline
 from harness import World
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
+from shardwise import clip_grad_norm_, load_checkpoint, save_checkpoint
 from shardwise.ranks import set_wait_limit
 from shardwise.ranks.failures import monitor_of_job
 
@@ -82,9 +83,7 @@ def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
     model = Blocks()
     pg = blocking_group() if backend == "only blocks" else dist.new_group()
     mesh = DeviceMesh.from_group(pg, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     for _ in range(steps):
         step(model)
     return model, pg

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as peer
 from harness import World
-from models import Tower
+from models import Tower, shard_tower
 from refusals import assert_says, assert_trains, refusal, tower
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -144,9 +144,7 @@ def start_again_plain(model: nn.Module) -> None:
     """The right call on a model without that DTensor."""
     weight = model.blocks[0].up.weight.detach().full_tensor()
     model.blocks[0].up.weight = nn.Parameter(weight)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
 
 
 def a_line_of_its_own() -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from arrangements import Way, same
+from arrangements import Way
+from comparing import same
 from harness import World
 from meshed import refusal
 from torch.distributed.tensor import DTensor

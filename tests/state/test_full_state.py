@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
@@ -23,10 +24,6 @@ from shardwise.comm import full_tensors
 from shardwise.state import iter_full_parameters
 
 over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
-
-
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
 
 
 def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:

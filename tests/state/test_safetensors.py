@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -22,10 +23,6 @@ from shardwise import full_state_dict, fully_shard, load_full_state_dict
 from shardwise.state import save_safetensors
 from shardwise.state.model_files import INDEX, SINGLE, ModelFiles
 from shardwise.torch_compat import dtensor
-
-
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
 
 
 def state_of(way: Way, seed: int = 0) -> dict[str, Tensor]:

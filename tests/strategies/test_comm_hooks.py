@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from failure_models import Failure, PartlyUsed, built
+from failure_models import Failure, PartlyUsed
 from harness import World
 from meshed import refusal
-from models import WIDTH, even_tower, odd_model, random_batch, uneven_tower
+from models import WIDTH, built, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says, sharded_tower
 from scenario import Side, assert_same, one_thread, same_as_plain

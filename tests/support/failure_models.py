@@ -116,12 +116,6 @@ def block() -> nn.Module:
     return Block(WIDTH, 13)
 
 
-def built(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The model, with the same values on every side, in float64."""
-    torch.manual_seed(1234)
-    return make(*args).double()
-
-
 # --- towers of unusual blocks ---------------------------------------------------------------------
 
 

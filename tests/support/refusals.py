@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from harness import World
-from models import Tower, random_batch
+from models import Tower, random_batch, shard_tower
 from reference import full
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -31,9 +31,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def shard_bottom_up(model: nn.Module) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
 
 
 def sharded_tower() -> nn.Module:

@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
 from harness import World
 from models import random_batch
 from reference import mean_of_squares
@@ -221,7 +222,7 @@ def assert_same(
         assert all(name in notes for notes in ranks), f"no rank has noted {name}"
         kinds, values = zip(*[notes[name] for notes in ranks], strict=True)
         assert len(set(kinds)) == 1, f"{name}: {kinds}"
-        assert_close(_together(kinds[0], list(values), name), want, name, atol)
+        assert_equal(_together(kinds[0], list(values), name), want, name, atol)
     assert all(len(notes) == len(plain) for notes in ranks)
 
 
@@ -251,12 +252,3 @@ def _together(kind: str, values: list[Any], name: str) -> Any:
     for other in others:
         assert torch.equal(first, other), f"{name}: the ranks disagree: {values}"
     return first
-
-
-def assert_close(got: Any, want: Any, what: str, atol: float) -> None:
-    if isinstance(want, Tensor) and isinstance(got, Tensor):
-        torch.testing.assert_close(got, want, rtol=0.0, atol=atol, msg=lambda text: f"{what}: {text}")
-    else:
-        assert not isinstance(want, Tensor), f"{what}: {got} where a tensor is expected"
-        assert not isinstance(got, Tensor), f"{what}: a tensor where {want} is expected"
-        assert got == want, f"{what}: {got} where {want} is expected"
