@@ -827,7 +827,7 @@ def on_one_rank_alone(path: str) -> list[str]:
     return [text.replace(os.path.dirname(path), "RUN") for text in seen]
 
 
-def test_f50_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
+def test_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(on_one_rank_alone, str(tmp_path / "step-1"))
     assert first == second
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1"]

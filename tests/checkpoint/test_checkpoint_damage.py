@@ -86,7 +86,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_path: Path, seed: int) -> None:
+def test_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "step-2"
     world2.run(saved, str(path), False)
     index = dcp.FileSystemReader(path).read_metadata()
@@ -112,7 +112,7 @@ def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_f61_damage_in_torchs_checkpoints_is_refused_or_harmless(
+def test_damage_in_torchs_checkpoints_is_refused_or_harmless(
     world2: World, tmp_path: Path, seed: int
 ) -> None:
     """They have no digests: bytes that mean nothing, as padding, may change; values may not."""
@@ -160,7 +160,7 @@ def values_of(path: Path, key: str, rank: int = 0) -> tuple[Path, int]:
     raise KeyError(key)
 
 
-def test_f61_ranks_say_the_same_and_each_verifies_what_it_reads(
+def test_ranks_say_the_same_and_each_verifies_what_it_reads(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-2"
@@ -232,7 +232,7 @@ def key_renamed(index: Metadata) -> None:
 EDITS = [without_a_chunk, chunk_moved, chunk_longer, record_lost, record_of_the_other, key_renamed]
 
 
-def test_f61_an_index_that_does_not_cover_its_tensors_is_refused(world2: World, tmp_path: Path) -> None:
+def test_an_index_that_does_not_cover_its_tensors_is_refused(world2: World, tmp_path: Path) -> None:
     texts = []
     for number, edit in enumerate(EDITS):
         path = tmp_path / f"step-{number}"
@@ -314,7 +314,7 @@ OWN = "/proc/self/cwd/run/step-2"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
-def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
+def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
     for host in (0, 1):  # the same run, saved twice: all that differs is which save it is
         world2.run(first_half, Run(path=str(tmp_path / f"host-{host}" / "run" / "step-2")))
     first, second = world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN)
@@ -331,7 +331,7 @@ def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
-def test_f61_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: Path) -> None:
+def test_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: Path) -> None:
     world2.run(saved, str(tmp_path / "host-0" / "run" / "step-2"), False)
     shutil.copytree(tmp_path / "host-0", tmp_path / "host-1")
     world2.run(saved, str(tmp_path / "other"), False)

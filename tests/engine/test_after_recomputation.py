@@ -47,7 +47,7 @@ class Calls(Chain):
 
 
 @same_as_plain(2)
-def test_f01_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(side: Side) -> None:
+def test_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(side: Side) -> None:
     for order, mixed in (((0, 1, 1, 2, 0), False), ((0, 1, 2), True), ((0, 0), True)):
         model = side.shard_tower(
             built(Calls, order, mixed), comm_policy=CommPolicy(backward_prefetch="after")

@@ -194,7 +194,7 @@ def change_an_unsharded_weight(model: nn.Module) -> None:
         model.reshard()
 
 
-def test_f03_a_change_of_an_unsharded_weight_that_would_be_lost_is_refused(world2: World) -> None:
+def test_a_change_of_an_unsharded_weight_that_would_be_lost_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusals(world2, change_an_unsharded_weight, build=sharded_tower, **SHARDED),
         """\
@@ -222,9 +222,7 @@ def save_it_whole(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("act", [copy_shallowly, pickle_it, pickle_a_block_of_it, save_it_whole])
-def test_f34_a_sharded_model_is_neither_pickled_nor_copied_shallowly_and_says_so(
-    world1: World, act: Any
-) -> None:
+def test_a_sharded_model_is_neither_pickled_nor_copied_shallowly_and_says_so(world1: World, act: Any) -> None:
     text = refusal(world1, act, build=sharded_tower, **SHARDED)
     assert_says(text, "NotImplementedError", "blocks.0" if act is pickle_a_block_of_it else "Tower")
     assert_says(text, "Use copy.deepcopy", "state_dict()")
@@ -251,7 +249,7 @@ def unshard_and_copy_one_of_a_list(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("act", [copy_one_of_a_list, unshard_and_copy_one_of_a_list])
-def test_f34_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
+def test_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
     text = refusal(world2, act, build=tower_with_blocks_in_a_list, **SHARDED)
     assert_says(
         text, "RuntimeError: copy.deepcopy", "belongs to a group", "Copy the module around all of them"

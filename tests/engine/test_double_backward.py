@@ -76,7 +76,7 @@ BETWEEN: list[Callable[[Side, nn.Module], None]] = [
 @pytest.mark.thin(21)
 @pytest.mark.parametrize("make", [even_tower, Soft])
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
+def test_any_pass_may_come_between_a_graph_and_its_backward(
     side: Side, make: Callable[[], nn.Module], reshard: bool | None
 ) -> None:
     model = built(make)
@@ -102,7 +102,7 @@ def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
 @same_as_plain(2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_f27_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) -> None:
+def test_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) -> None:
     model = side.shard_tower(built(Soft), comm_policy=CommPolicy(backward_prefetch=backward_prefetch))
     point = torch.arange(8.0).double().div(8)[None]
     second = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), point, create_graph=True)
@@ -128,7 +128,7 @@ def test_f27_derivatives_of_higher_order(side: Side, backward_prefetch: str | No
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_forces_leave_nothing_unsharded(side: Side, reshard: bool | None) -> None:
+def test_forces_leave_nothing_unsharded(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Soft), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
@@ -168,7 +168,7 @@ def graph_from_before_a_step() -> tuple[str, bool]:
     return text, all(param.grad is not None for param in model.parameters())
 
 
-def test_f45_a_graph_from_before_a_step_raises_as_without_sharding(world2: World) -> None:
+def test_a_graph_from_before_a_step_raises_as_without_sharding(world2: World) -> None:
     for text, trains in world2.run(graph_from_before_a_step):
         assert "modified by an inplace operation" in text
         assert "2147483647" not in text
@@ -189,7 +189,7 @@ def events_of_a_penalty() -> list[str]:
     return [event for event in events if event.startswith(("unshard", "free"))]
 
 
-def test_f45_the_backward_of_a_graph_unshards_each_group_once_and_ahead(world2: World) -> None:
+def test_the_backward_of_a_graph_unshards_each_group_once_and_ahead(world2: World) -> None:
     for events in world2.run(events_of_a_penalty):
         names = ["Tower", "blocks.0", "blocks.1", "blocks.2"]
         assert [event for event in events if event.startswith("unshard")] == [f"unshard {n}" for n in names]

@@ -55,7 +55,7 @@ def nested_checkpoints(side: Side, cases: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True])
-def test_f01_checkpoints_nest_around_a_block_that_differentiates_itself(
+def test_checkpoints_nest_around_a_block_that_differentiates_itself(
     world2: World, reshard: bool | None
 ) -> None:
     inner_keeps = [((outer, False), graph) for outer in (True, False) for graph in (True, False)]
@@ -73,9 +73,7 @@ class Checkpointed(Chain):
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f41_a_backward_hook_may_evaluate_the_model_that_is_recomputed(
-    side: Side, reshard: bool | None
-) -> None:
+def test_a_backward_hook_may_evaluate_the_model_that_is_recomputed(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Checkpointed), reshard_after_forward=reshard)
     seen: list[Tensor] = []
 
@@ -109,6 +107,6 @@ def forces(side: Side, with_energy: bool, options: Any) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f45_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
+def test_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     for with_energy in (False, True):
         assert_same(world2, forces, with_energy, {"reshard_after_forward": reshard})

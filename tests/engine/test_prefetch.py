@@ -529,7 +529,7 @@ def test_groups_that_are_kept_through_backward_train(side: Side, choices: Choice
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @some_policies
-def test_f27_a_backward_of_a_backward_finds_its_weights(side: Side, choices: Choices) -> None:
+def test_a_backward_of_a_backward_finds_its_weights(side: Side, choices: Choices) -> None:
     """A gradient of a gradient: what the first backward used is needed again by the second."""
     model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
     for index in range(2):

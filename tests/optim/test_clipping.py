@@ -92,7 +92,7 @@ def test_replicas_count_once(world4: World, layout: Layout) -> None:
     assert_all_same(world4.run(clipped_tower, layout, uneven_tower), clipped_tower(None, uneven_tower))
 
 
-def test_f38_gradients_kept_on_the_host_are_clipped(world2: World) -> None:
+def test_gradients_kept_on_the_host_are_clipped(world2: World) -> None:
     offload = shardwise.CPUOffloadPolicy(pin_memory=False)
     ranks = world2.run(clipped_tower, LINES[2], uneven_tower, offload_policy=offload)
     assert_all_same(ranks, clipped_tower(None, uneven_tower))
@@ -171,7 +171,7 @@ def clipped_everything(layout: Layout | None) -> dict[str, Any]:
     return noted(model.parameters(), KINDS, layout is not None)
 
 
-def test_f38_one_model_may_lie_on_all_kinds_of_meshes(world4: World) -> None:
+def test_one_model_may_lie_on_all_kinds_of_meshes(world4: World) -> None:
     assert_all_same(world4.run(clipped_everything, TWO_D), clipped_everything(None))
 
 
@@ -217,7 +217,7 @@ ROWS = (Shard(0),)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
-def test_f11_shards_may_be_empty(world: World) -> None:
+def test_shards_may_be_empty(world: World) -> None:
     """Ranks without rows have no largest number; all ranks still finish, with the same norm."""
     line = LINES[world.size]
     assert_clipped_as_plain(world, [Given((rows, 2), line, ROWS) for rows in (1, 2, 3)])
@@ -237,11 +237,11 @@ MIXED = [
 ]
 
 
-def test_f38_placements_on_any_meshes_go_together(world4: World) -> None:
+def test_placements_on_any_meshes_go_together(world4: World) -> None:
     assert_clipped_as_plain(world4, MIXED)
 
 
-def test_f38_dtypes_go_together(world4: World) -> None:
+def test_dtypes_go_together(world4: World) -> None:
     """To the rounding of bfloat16: torch computes its norms in that."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     givens = [Given((40, 5), LINES[4], ROWS, dtype) for dtype in dtypes] + [Given((9,), dtype=torch.bfloat16)]
@@ -954,7 +954,7 @@ def clipped_on_the_gpu() -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_f38_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
+def test_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
     plain = tower(None, even_tower)
     mean_of_squares(plain, random_batch(0, 12)).backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

@@ -55,7 +55,7 @@ def apart(seeds: tuple[int, ...], shape: tuple[int, ...], strategy: str | None) 
     return told
 
 
-def test_f16_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
+def test_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
     first, second = world2.run(apart, (0, 1), (2,), None)
     assert first == second
     assert first[0] == first[1]
@@ -74,7 +74,7 @@ nothing.""",
 
 
 @pytest.mark.parametrize("seeds", [(0, 1, 0, 1), (0, 0, 0, 3)], ids=str)
-def test_f16_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
+def test_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
     ranks = world4.run(apart, seeds, (2, 2), None)
     assert ranks == [ranks[0]] * 4
     unlike = listed_ranks(rank for rank, seed in enumerate(seeds) if seed)

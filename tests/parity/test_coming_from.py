@@ -1052,12 +1052,12 @@ SHOWN_BY: dict[str, str] = {
         "cast_root_forward_inputs": "test_the_roots_inputs_are_cast_by_the_roots_own_policy",
         "_module_classes_to_ignore": "test_classes_in_full_precision_share_their_modules_group",
         "ignored_modules ignored_states": "test_ignored_modules_and_parameters_are_left_as_they_are",
-        "param_init_fn model_sharded_context": "test_materialize.test_f13_values_are_those_of_one_process",
+        "param_init_fn model_sharded_context": "test_materialize.test_values_are_those_of_one_process",
         "sync_module_states init_sync": (
-            "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+            "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
         ),
         "broadcast_buffers forward_sync_buffers": (
-            "test_sync_module_states.test_f06_buffers_that_drifted_apart_are_made_equal"
+            "test_sync_module_states.test_buffers_that_drifted_apart_are_made_equal"
         ),
         "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
         "apply": "test_apply_sees_full_parameters",
@@ -1123,7 +1123,7 @@ SHOWN_BY |= {
     "parameters renamed after wrapping": "test_what_was_undefined_or_stale_is_an_error",
     "rank0_only with writeback": "test_writing_back_from_one_rank_is_refused",
     "sync_module_states needs a GPU": (
-        "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+        "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
     ),
 }
 

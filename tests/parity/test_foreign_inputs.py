@@ -504,12 +504,12 @@ WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f34_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
+def test_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
     assert_same(world, copy_and_train_both, make, when, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f34_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
+def test_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard}
     assert_same(world2, copy_and_train_both, "uneven", "after an evaluation", options)
 
@@ -522,7 +522,7 @@ def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 
 @same_as_plain(2, 3)
-def test_f34_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
+def test_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
     """An EMA copy: never trained, always evaluated."""
     model = side.shard_tower(built(uneven_tower))
     average = copy.deepcopy(model).requires_grad_(False).eval()
@@ -538,7 +538,7 @@ def test_f34_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f34_torchs_own_average_of_the_weights_works(side: Side) -> None:
+def test_torchs_own_average_of_the_weights_works(side: Side) -> None:
     """torch.optim.swa_utils makes its copy by itself."""
     model = side.shard_tower(built(uneven_tower))
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -552,7 +552,7 @@ def test_f34_torchs_own_average_of_the_weights_works(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f34_a_model_may_be_copied_together_with_its_optimizer(side: Side) -> None:
+def test_a_model_may_be_copied_together_with_its_optimizer(side: Side) -> None:
     model = side.shard_tower(built(uneven_tower))
     optimizer = adamw(model)
     side_step(side, model, optimizer, 0)
@@ -565,7 +565,7 @@ def test_f34_a_model_may_be_copied_together_with_its_optimizer(side: Side) -> No
 
 @same_as_plain(2)
 @pytest.mark.parametrize("on", ["blocks.1", "blocks"])
-def test_f34_a_part_may_be_copied_alone(side: Side, on: str) -> None:
+def test_a_part_may_be_copied_alone(side: Side, on: str) -> None:
     """A block, or the list of all blocks, becomes part of a model that is sharded in turn."""
     model = side.shard_tower(built(even_tower))
     side_loss = mean_of_squares(model, side.inputs(0))
@@ -600,7 +600,7 @@ def settings_of_a_copy() -> float:
     return round(ratio.item(), 9)
 
 
-def test_f34_settings_are_copied_and_then_independent(world2: World) -> None:
+def test_settings_are_copied_and_then_independent(world2: World) -> None:
     assert world2.run(settings_of_a_copy) == [2.0] * 2
 
 

@@ -228,7 +228,7 @@ def deferred_then_cleared(
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("deferred", [SCATTER, KEEP], ids=["scatter", "keep"])
 @pytest.mark.parametrize("how", ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"])
-def test_f02_clearing_gradients_clears_what_the_replicas_have_deferred(
+def test_clearing_gradients_clears_what_the_replicas_have_deferred(
     world4: World, how: str, deferred: tuple[bool, bool], has_grad: bool
 ) -> None:
     ranks = world4.run(deferred_then_cleared, SQUARE, how, deferred, has_grad)
@@ -276,7 +276,7 @@ def divided(layout: Layout | None, factor: float, pattern: list[tuple[bool, bool
 )
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0, 10.0])
 @pytest.mark.parametrize("pattern", ["all_each_time", "scatter_then_all"])
-def test_f07_gradients_are_the_sum_over_all_ranks_divided_by_the_factor(
+def test_gradients_are_the_sum_over_all_ranks_divided_by_the_factor(
     world4: World, layout: Layout, factor: float, pattern: str
 ) -> None:
     ranks = world4.run(divided, layout, factor, PATTERNS[pattern])

@@ -389,7 +389,7 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
 @pytest.mark.thin(188)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
+def test_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
     expected = plain_run(recipe)
     for record in world4.run(line_run, recipe, {"reshard_after_forward": ranks}):
         assert_same_record(record, expected)
@@ -424,7 +424,7 @@ def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("place", [None, second], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_f10_between_forward_and_backward_the_shards_are_shown_and_right(
+def test_between_forward_and_backward_the_shards_are_shown_and_right(
     world4: World, recipe: Recipe, place: PlacementFn | None
 ) -> None:
     assert_all_same(world4.run(resharded, LINE, recipe, place), resharded(None, recipe, None))

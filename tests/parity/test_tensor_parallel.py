@@ -138,7 +138,7 @@ FOUR = Layout((4, 1), ("dp", "tp"), ("dp",))
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("plan", ["mlps", "everything"])
-def test_f10_resharding_to_a_smaller_world_leaves_tensor_parallel_parameters_right(
+def test_resharding_to_a_smaller_world_leaves_tensor_parallel_parameters_right(
     world4: World, plan: str, sizes: tuple[int, int, int]
 ) -> None:
     run = Run(plan=plan, sizes=sizes, options={"reshard_after_forward": 2}, microbatches=2)

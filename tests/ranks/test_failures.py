@@ -190,7 +190,7 @@ def fresh(world3: World) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
 
 
 @pytest.mark.parametrize("act", [in_forward, after_forward, in_backward])
-def test_f42_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
+def test_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
     (first, after), (own, _), (third, _) = fresh(act)
     assert own == "ValueError: batch 7 has no labels"
     where = "backward" if act is in_backward else "forward"

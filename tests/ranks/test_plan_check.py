@@ -104,7 +104,7 @@ def first_differences(texts: list[str]) -> str:
     return "\n".join(text.split("fit together. ")[1].split(" Build, shard")[0] for text in texts)
 
 
-def test_f17_ranks_with_different_plans_all_hear_the_first_difference(world2: World) -> None:
+def test_ranks_with_different_plans_all_hear_the_first_difference(world2: World) -> None:
     first, second = world2.run(plans_apart)
     assert first == second
     assert_expected_inline(
@@ -144,7 +144,7 @@ def apart_on_a_square() -> list[str]:
     return [*told, refusal(backward, model)]
 
 
-def test_f17_meshes_of_different_shapes_are_named(world4: World) -> None:
+def test_meshes_of_different_shapes_are_named(world4: World) -> None:
     ranks = world4.run(apart_on_a_square)
     assert ranks == [ranks[0]] * 4
     assert_expected_inline(
@@ -174,7 +174,7 @@ def later_set(model: Any, other: bool) -> None:
     model.set_gradient_divide_factor(4.0 if other else 2.0)
 
 
-def test_f17_plans_that_come_apart_later_are_refused(world2: World) -> None:
+def test_plans_that_come_apart_later_are_refused(world2: World) -> None:
     first, second = world2.run(changes_after_steps)
     assert [text.split("On rank")[0] for text in first] == [text.split("On rank")[0] for text in second]
     assert_expected_inline(
@@ -215,7 +215,7 @@ def set_divisor(model: Any) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
-def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
+def test_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
     world = World(2)  # its connections are closed
     try:
         first, second = world.run(changes_on_one_rank_alone, change)

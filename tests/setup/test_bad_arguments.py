@@ -114,7 +114,7 @@ def test_one_dimension_of_a_mesh_of_two_is_a_mesh(world2: World) -> None:
     assert_trains(world2, partial(shard_on_mesh, make=a_row_of_a_plane))
 
 
-def test_f39_a_mesh_of_a_device_that_the_group_does_not_serve_is_refused(world1: World) -> None:
+def test_a_mesh_of_a_device_that_the_group_does_not_serve_is_refused(world1: World) -> None:
     text = refusal(world1, partial(with_mesh, make=a_mesh_of_meta_devices))
     assert_says(text, "ValueError", "'meta'", "process group", "cpu", "init_process_group")
 

@@ -195,14 +195,14 @@ PARENT_FIRST = {
 
 
 @pytest.mark.parametrize("case", PARENT_FIRST)
-def test_f32_a_child_after_its_parent_is_refused(world1: World, case: str) -> None:
+def test_a_child_after_its_parent_is_refused(world1: World, case: str) -> None:
     act, build, parent, _ = PARENT_FIRST[case]
     text = refusal(world1, act, build=build, **SHARDED)
     assert_says(text, "ValueError", f"{parent}, which", "bottom-up", "inner modules first")
 
 
 @pytest.mark.parametrize("case", PARENT_FIRST)
-def test_f32_the_child_is_named_in_full(world1: World, case: str) -> None:
+def test_the_child_is_named_in_full(world1: World, case: str) -> None:
     act, build, parent, child = PARENT_FIRST[case]
     text = refusal(world1, act, build=build, **SHARDED)
     assert_says(text.replace(f"{parent}, which", ""), child)
@@ -426,11 +426,11 @@ def shard_inlet_and_root(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("then", [shard_root, shard_inlet_and_root])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f23_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World, then: Any) -> None:
+def test_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World, then: Any) -> None:
     assert_trains(world, then, build=tied_tower_tied_after_sharding, plain=tied_tower)
 
 
-def test_f23_a_tie_within_one_call_is_fine(world1: World) -> None:
+def test_a_tie_within_one_call_is_fine(world1: World) -> None:
     assert_trains(world1, shard_root, build=tied_tower, plain=tied_tower)
 
 
@@ -473,7 +473,7 @@ def shard_root_while_the_first_is_unsharded(model: nn.Module) -> None:
         model[0].reshard()
 
 
-def test_f23_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
+def test_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
     assert_expected_inline(
         refusals(world2, run_second_holder, **SHARED),
         """\
@@ -484,7 +484,7 @@ these two, or shard both in one call, as a list.""",
     )
 
 
-def test_f23_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
+def test_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
     text = refusal(world2, shard_root_while_the_first_is_unsharded, **SHARED)
     assert_says(
         text, "RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"
@@ -498,7 +498,7 @@ def two_holders_on_two_meshes() -> nn.Module:
     return model
 
 
-def test_f23_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
+def test_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
     text = refusal(world2, shard_root, build=two_holders_on_two_meshes, then=start_again)
     assert_says(text, "ValueError", "0.layer.weight", "1.layer.weight", "are tied", "mesh", "or untie them")
 

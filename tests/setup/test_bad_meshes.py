@@ -73,7 +73,7 @@ def test_a_mesh_of_three_dimensions_needs_to_be_told_which_are_which(world2: Wor
     refused(world2, make, "mesh", "3", "dp_mesh_dims")
 
 
-def test_f39_a_plane_of_a_device_that_the_group_does_not_serve_is_refused(world2: World) -> None:
+def test_a_plane_of_a_device_that_the_group_does_not_serve_is_refused(world2: World) -> None:
     refused(world2, two_dimensions_of_meta_devices, "meta", "process group", "cpu")
 
 

@@ -72,7 +72,7 @@ def encoder_after_a_failure() -> tuple[str, list[str], dict[str, Tensor | None]]
     return str(caught.value), seen, gradients(model)
 
 
-def test_f41_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
+def test_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
     plain = plain_encoder()
     encode_and_go_back(plain)
     for message, sharded, got in world2.run(encoder_after_a_failure):

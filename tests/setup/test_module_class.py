@@ -298,7 +298,7 @@ def class_through_pickle() -> tuple[bool, str]:
         return False, f"{type(error).__name__}: {error}"
 
 
-def test_f34_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
+def test_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
     assert world1.run(class_through_pickle) == [(True, "")]
 
 
@@ -557,7 +557,7 @@ def frozen_and_thawed() -> tuple[list[str], list[str], dict[str, Tensor | None]]
     return with_gradients, reduced, gradients(model)
 
 
-def test_f29_requires_grad_freezes_and_thaws(world2: World) -> None:
+def test_requires_grad_freezes_and_thaws(world2: World) -> None:
     names = [f"blocks.1.{name}" for name, _ in plain_tower().blocks[1].named_parameters()]
     for with_gradients, reduced, got in world2.run(frozen_and_thawed):
         assert with_gradients == names

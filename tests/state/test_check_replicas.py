@@ -50,7 +50,7 @@ def first_forward(seeds: tuple[int, ...], mesh: Layout) -> list[str]:
     return twice
 
 
-def test_f05_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
+def test_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
     ranks = world4.run(first_forward, (0, 0, 1, 1), SQUARE)
     assert ranks == [ranks[0]] * 4
     assert_expected_inline(

@@ -200,7 +200,7 @@ def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None
 @pytest.mark.thin(15)
 @by_world
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_f13_values_are_those_of_one_process(world: World, case: Case) -> None:
+def test_values_are_those_of_one_process(world: World, case: Case) -> None:
     assert_bits(world.run(materialized, case), plain(case))
 
 
@@ -281,7 +281,7 @@ def Wide() -> nn.Module:
     return nn.Linear(8, 4)
 
 
-def test_f13_rows_on_different_ranks_differ(world4: World) -> None:
+def test_rows_on_different_ranks_differ(world4: World) -> None:
     rows = world4.run(rows_of_each_rank)
     assert all(not torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
 

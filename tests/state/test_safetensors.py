@@ -139,7 +139,7 @@ def peak_of_saving(folder: str) -> float:
     return peak_bytes(lambda: save_safetensors(model, folder, max_shard_bytes=LAYER)) / LAYER
 
 
-def test_f52_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
+def test_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
     for peak in world4.run(peak_of_saving, str(tmp_path)):
         assert 1 <= peak <= 2.1  # what was gathered before is let go of as the next is there
 
@@ -327,7 +327,7 @@ def bytes_read(folder: str) -> float:
     return asked / sum(value.numel() * value.itemsize for value in state_of(Way(4, build="even")).values())
 
 
-def test_f51_each_rank_reads_its_rows_only(world4: World, tmp_path: Path) -> None:
+def test_each_rank_reads_its_rows_only(world4: World, tmp_path: Path) -> None:
     save_safetensors_plainly(Way(4, build="even"), tmp_path)
     shares = world4.run(bytes_read, str(tmp_path))
     assert sum(shares) == pytest.approx(1)  # the file is read once, by all together

@@ -450,7 +450,7 @@ def test_a_hook_may_be_registered_between_steps(side: Side, strategy: str) -> No
 
 @same_as_plain(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_f41_after_a_hook_has_raised_the_next_step_runs(side: Side, strategy: str) -> None:
+def test_after_a_hook_has_raised_the_next_step_runs(side: Side, strategy: str) -> None:
     model = built(even_tower)
     if side.is_sharded:
         state = State(shard_as(model, strategy))

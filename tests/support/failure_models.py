@@ -1,4 +1,4 @@
-"""Models for the tests of FAILURES.md: each does one thing that sharding finds hard."""
+"""Models that each do one thing that sharding finds hard (docs/explain/failures.md)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -93,7 +93,7 @@ TRANSFORMS: list[Transform] = [
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.slow)])
-def test_f44_transforms_and_training_through_them(side: Side, reshard: bool | None) -> None:
+def test_transforms_and_training_through_them(side: Side, reshard: bool | None) -> None:
     """What a transform comes to may be part of the loss; the first comes before anything was unsharded."""
     for transform in TRANSFORMS:
         model = built(even_tower)
@@ -128,7 +128,7 @@ class Forces(nn.Module):
 
 
 @same_as_plain(2)
-def test_f44_a_forward_may_hold_a_transform(side: Side) -> None:
+def test_a_forward_may_hold_a_transform(side: Side) -> None:
     model = side.shard_tower(built(Forces))
     side.steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(3))
 
@@ -154,7 +154,7 @@ def _raise(error: Exception, _after: Any) -> None:
 
 
 @same_as_plain(2)
-def test_f44_a_failed_transform_leaves_the_model_usable(side: Side) -> None:
+def test_a_failed_transform_leaves_the_model_usable(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     x = side.inputs(0)
     for transform in (vjp, jvp, lambda f, y: grad(f)(y), lambda f, y: vmap(f)(y)):
@@ -181,7 +181,7 @@ def linearized() -> tuple[str, bool]:
     return text, all(param.grad is not None for param in model.parameters())
 
 
-def test_f44_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
+def test_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
     for text, trains in world2.run(linearized):
         assert text == (
             "Tower: make_fx, which torch.func.linearize uses, records what forward computes, with the full "

@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about what goes in and comes out of a block.
+"""What goes into a block and comes out of it, in the forms that have gone wrong elsewhere (docs/explain/failures.md).
 
 Scripts run plainly and sharded (scenario.py) in float64; only the order of additions differs, so all
 that a script notes agrees to 1e-10.
@@ -27,7 +27,7 @@ def train(side: Side, model: nn.Module, reshard: bool | None = None, loss: Any =
     side.steps(model, adamw(model), range(3), loss)
 
 
-# --- F24 ------------------------------------------------------------------------------------------
+# --- outputs changed in place ---------------------------------------------------------------------
 
 
 class ReturnsView(Block):
@@ -81,11 +81,11 @@ class InPlace(Chain):
 @pytest.mark.thin(18)
 @pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
 @pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
-def test_f24_outputs_and_views_may_be_changed_in_place(side: Side, kind: str, operation: str) -> None:
+def test_outputs_and_views_may_be_changed_in_place(side: Side, kind: str, operation: str) -> None:
     train(side, built(InPlace, kind, operation), True)
 
 
-# --- F25 ------------------------------------------------------------------------------------------
+# --- tensors in containers and on attributes ------------------------------------------------------
 
 
 @dataclass
@@ -215,11 +215,11 @@ class Container(Chain):
 @same_as_plain(2)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
-def test_f25_tensors_are_found_in_containers(side: Side, container: Any) -> None:
+def test_tensors_are_found_in_containers(side: Side, container: Any) -> None:
     train(side, built(Container, container), True)
 
 
-# --- F26 ------------------------------------------------------------------------------------------
+# --- parameters as outputs ------------------------------------------------------------------------
 
 
 class ReturnsWeight(nn.Module):
@@ -289,11 +289,11 @@ RETURNED = ["itself", "view", "row", "detached", "data", "expanded", "dataclass"
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [*RETURNED, "namedtuple", "twice"])
-def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
+def test_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
     assert_same(world2, returned_weights, how, True)
 
 
-def test_f26_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
+def test_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
     assert_same(world2, returned_weights, "itself", False)
 
 
@@ -320,7 +320,7 @@ class PromptTuning(nn.Module):
 
 @same_as_plain(1, 2, 3)
 @pytest.mark.sample(2)
-def test_f26_a_block_may_return_nothing_but_its_parameter(side: Side) -> None:
+def test_a_block_may_return_nothing_but_its_parameter(side: Side) -> None:
     model = built(PromptTuning)
     train(side, model)
     with torch.no_grad():
@@ -344,7 +344,7 @@ def refusal_of_hidden_weight() -> str:
     return str(caught.value)
 
 
-def test_f26_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
+def test_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
     first, second = world2.run(refusal_of_hidden_weight)
     assert first == second
     for text in (
@@ -413,21 +413,21 @@ def side_outputs(side: Side, when: str, only_aux: bool, reshard: bool | None) ->
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("when", ["before", "after", "none"])
-def test_f25_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
+def test_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
 
 
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after", "none"])
-def test_f25_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
+def test_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
     assert_same(world2, side_outputs, when, True, reshard)
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["detached", "codes"])
-def test_f25_a_block_without_differentiable_output_may_leave_a_loss(
+def test_a_block_without_differentiable_output_may_leave_a_loss(
     world2: World, when: str, reshard: bool
 ) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
@@ -498,7 +498,7 @@ class CollectingKernels(Collecting):
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f25_freed_weights_are_never_read_by_a_side_output(side: Side, reshard: bool) -> None:
+def test_freed_weights_are_never_read_by_a_side_output(side: Side, reshard: bool) -> None:
     train(side, built(CollectingKernels), reshard, collected_loss)
 
 
@@ -527,7 +527,7 @@ def outcome_of_stored_weight() -> str:
     return "right" if torch.allclose(expected, found) else f"wrong: {found} for {expected}"
 
 
-def test_f26_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
+def test_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
     for outcome in world2.run(outcome_of_stored_weight):
         assert outcome == "right" or "blocks.0.linear.weight" in outcome, outcome
 
@@ -572,11 +572,11 @@ def returns_none(side: Side, reshard: bool | None, in_handler: bool) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f25_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
+def test_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
     assert_same(world2, returns_none, reshard, False)
 
 
-def test_f41_a_block_may_return_nothing_inside_an_except_clause(world2: World) -> None:
+def test_a_block_may_return_nothing_inside_an_except_clause(world2: World) -> None:
     assert_same(world2, returns_none, True, True)
 
 
@@ -608,9 +608,7 @@ class UsesOne(Chain):
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_f25_any_of_several_outputs_may_be_used(
-    side: Side, used: tuple[int, ...], reshard: bool | None
-) -> None:
+def test_any_of_several_outputs_may_be_used(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
     train(side, built(UsesOne, used), reshard)
 
 
@@ -642,7 +640,7 @@ class Dense(nn.Module):
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f25_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> None:
+def test_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> None:
     train(side, built(Dense), reshard)
 
 
@@ -657,7 +655,7 @@ def unshards_of_passing_through() -> dict[str, int]:
     return {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
 
 
-def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
+def test_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
     for counts in world2.run(unshards_of_passing_through):
         blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
         assert len(blocks) == 4
@@ -672,7 +670,7 @@ def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_f25_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
+def test_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
     model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
     train(side, model, reshard)
 
@@ -698,18 +696,18 @@ def packed(side: Side) -> None:
     train(side, built(Packed))
 
 
-def test_f25_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(world2: World) -> None:
+def test_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(world2: World) -> None:
     assert_same(world2, packed)
 
 
-# --- F28 ------------------------------------------------------------------------------------------
+# --- inference mode -------------------------------------------------------------------------------
 
 
 @same_as_plain(2)
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_f28_training_follows_a_first_forward_without_gradients(
+def test_training_follows_a_first_forward_without_gradients(
     side: Side, mode: Any, reshard: bool | None
 ) -> None:
     model = side.shard_tower(built(Chain, block, lambda: Recurrent(nn.LSTM)), reshard_after_forward=reshard)
@@ -727,7 +725,7 @@ def test_f28_training_follows_a_first_forward_without_gradients(
 
 
 @same_as_plain(2)
-def test_f28_a_model_sharded_under_inference_mode_trains(side: Side) -> None:
+def test_a_model_sharded_under_inference_mode_trains(side: Side) -> None:
     model = built(even_tower)
     with torch.inference_mode():
         side.shard_tower(model)

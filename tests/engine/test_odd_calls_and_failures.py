@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about calls in odd places and about what an exception leaves behind.
+"""Calls in odd places, and what an exception leaves behind (docs/explain/failures.md).
 
 Scripts run plainly and sharded (scenario.py) in float64. Exceptions are raised on all ranks at the
 same point and caught there, as a training loop does that skips a bad batch.
@@ -23,13 +23,13 @@ from shardwise import fully_shard, register_fsdp_forward_method
 
 RESHARD = [None, True, False]
 
-# --- F31 ------------------------------------------------------------------------------------------
+# --- calls in any order, and several roots --------------------------------------------------------
 
 
 @same_as_plain(2, 3)
 @pytest.mark.thin(14)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f31_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | None) -> None:
+def test_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | None) -> None:
     """A block is called before the root, between two calls of it, after it, and trained alone."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -58,7 +58,7 @@ def test_f31_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool |
 
 
 @same_as_plain(2)
-def test_f31_several_roots_may_share_a_loss(side: Side) -> None:
+def test_several_roots_may_share_a_loss(side: Side) -> None:
     """Encoder and decoder sharded apart, trained by one loss; a frozen third looks on."""
     encoder, decoder, judge = built(Chain, block, block), built(even_tower), built(Chain, block)
     encoder.outlet = nn.Linear(8, 8).double()
@@ -100,7 +100,7 @@ class Holder(nn.Module):
 
 
 @same_as_plain(2)
-def test_f31_a_root_may_call_another_root(side: Side) -> None:
+def test_a_root_may_call_another_root(side: Side) -> None:
     inner = side.shard_tower(built(even_tower))
     model = built(Holder, inner)
     side.shard_tower(model)
@@ -112,7 +112,7 @@ def test_f31_a_root_may_call_another_root(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f31_blocks_may_be_used_before_the_root_is_sharded(side: Side) -> None:
+def test_blocks_may_be_used_before_the_root_is_sharded(side: Side) -> None:
     """The blocks are roots first; the model around them is sharded after they have been trained."""
     model = built(even_tower)
     side.shard(*model.blocks)
@@ -130,7 +130,7 @@ def test_f31_blocks_may_be_used_before_the_root_is_sharded(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f31_the_root_may_be_sharded_between_forward_and_backward_of_a_block(side: Side) -> None:
+def test_the_root_may_be_sharded_between_forward_and_backward_of_a_block(side: Side) -> None:
     model = built(even_tower)
     side.shard(*model.blocks)
     loss = model.blocks[0](side.inputs(0)).pow(2).mean()
@@ -160,7 +160,7 @@ class Grouped(nn.Module):
 @same_as_plain(2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f31_modules_of_one_group_need_not_all_run(side: Side, reshard: bool | None) -> None:
+def test_modules_of_one_group_need_not_all_run(side: Side, reshard: bool | None) -> None:
     model = built(Grouped)
     if side.is_sharded:
         fully_shard([model.inlet, model.outlet], reshard_after_forward=reshard)
@@ -192,7 +192,7 @@ class WithMethods(Chain):
 
 
 @same_as_plain(2)
-def test_f31_registered_methods_train_as_forward_does(side: Side) -> None:
+def test_registered_methods_train_as_forward_does(side: Side) -> None:
     model = side.shard_tower(built(WithMethods))
     for name in ("encode", "score"):
         register_fsdp_forward_method(model, name)
@@ -209,7 +209,7 @@ def test_f31_registered_methods_train_as_forward_does(side: Side) -> None:
         side.assert_settled(model)
 
 
-# --- F32 ------------------------------------------------------------------------------------------
+# --- order of sharding ----------------------------------------------------------------------------
 
 
 def error_of_top_down() -> str:
@@ -220,7 +220,7 @@ def error_of_top_down() -> str:
     return str(caught.value)
 
 
-def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
+def test_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
     first, second = world2.run(error_of_top_down)
     assert first == second
     assert_expected_inline(
@@ -229,7 +229,7 @@ def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2:
     )
 
 
-# --- F41 ------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def attempt(model: nn.Module, inputs: Tensor, errors: list[BaseException]) -> None:
@@ -260,7 +260,7 @@ def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, op
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])
-def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
+def test_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
     world2: World, fails: str, where: int, reshard: bool | None
 ) -> None:
     assert_same(world2, failing_iterations, fails, where, False, {"reshard_after_forward": reshard})
@@ -268,7 +268,7 @@ def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", ["late", "backward", "interrupted"])
-def test_f41_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
+def test_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
     assert_same(world2, failing_iterations, fails, 1, True, {})
 
 
@@ -276,7 +276,7 @@ def test_f41_it_is_the_same_while_the_error_is_still_held(world2: World, fails: 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("fails", ["early", "late", "backward"])
-def test_f41_nothing_is_left_unsharded_after_a_failure(side: Side, fails: str, reshard: bool | None) -> None:
+def test_nothing_is_left_unsharded_after_a_failure(side: Side, fails: str, reshard: bool | None) -> None:
     """What is in memory after the failure itself, once gradients have been cleared."""
     model = side.shard_tower(built(fragile_tower), reshard_after_forward=reshard)
     side.step(model, adamw(model), 0)
@@ -304,7 +304,7 @@ class FallsBack(Chain):
 
 @same_as_plain(2)
 @pytest.mark.parametrize("fails", ["early", "late"])
-def test_f41_a_parent_may_catch_what_a_block_raises(side: Side, fails: str) -> None:
+def test_a_parent_may_catch_what_a_block_raises(side: Side, fails: str) -> None:
     model = side.shard_tower(built(FallsBack))
     optimizer = adamw(model)
     for step in range(4):
@@ -342,7 +342,7 @@ class Recursive(nn.Module):
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f41_a_module_may_catch_what_a_call_of_itself_raises(side: Side, reshard: bool | None) -> None:
+def test_a_module_may_catch_what_a_call_of_itself_raises(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Chain, Recursive, block), reshard_after_forward=reshard)
     optimizer = adamw(model)
     side.steps(model, optimizer, [0, 1])
@@ -353,7 +353,7 @@ def test_f41_a_module_may_catch_what_a_call_of_itself_raises(side: Side, reshard
 @pytest.mark.thin(6)
 @pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
 @pytest.mark.parametrize("where", ["around", "pairs"])
-def test_f41_a_failed_recomputation_leaves_nothing_behind(
+def test_a_failed_recomputation_leaves_nothing_behind(
     side: Side, where: str, reentrant: bool, fails: str
 ) -> None:
     model = side.shard_tower(built(FragileCheckpoints, where, reentrant))
@@ -374,7 +374,7 @@ def test_f41_a_failed_recomputation_leaves_nothing_behind(
 
 
 @same_as_plain(2)
-def test_f41_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(side: Side) -> None:
+def test_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(side: Side) -> None:
     """The second of three unsynchronised microbatches fails; the gradients of the first stay."""
     model = side.shard_tower(built(fragile_tower))
     for step in range(2):
@@ -422,7 +422,7 @@ def after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
 
 @pytest.mark.parametrize("synchronises", [False, True])
 @pytest.mark.parametrize("clear", ["at once", "late", "to zeros", "reset"])
-def test_f41_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
+def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
     world2: World, synchronises: bool, clear: str
 ) -> None:
     assert_same(world2, after_failed_backward, synchronises, clear)
@@ -432,7 +432,7 @@ def told_after_failed_backward(synchronises: bool) -> str:
     return after_failed_backward(Side(is_sharded=True), synchronises, "late")
 
 
-def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
+def test_it_says_which_gradients_are_incomplete(world2: World) -> None:
     for told in world2.run(told_after_failed_backward, False):
         assert_expected_inline(
             told,
@@ -441,7 +441,7 @@ def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
 
 
 @same_as_plain(2)
-def test_f41_a_backward_that_fails_before_all_gradients_changes_nothing(side: Side) -> None:
+def test_a_backward_that_fails_before_all_gradients_changes_nothing(side: Side) -> None:
     """Nothing was added to what waits: it may be added to."""
     model = side.shard_tower(built(fragile_tower))
     side.sync(model, False)
@@ -457,7 +457,7 @@ def test_f41_a_backward_that_fails_before_all_gradients_changes_nothing(side: Si
 
 @same_as_plain(2)
 @pytest.mark.parametrize("how", ["held", "retried"])
-def test_f41_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: Side, how: str) -> None:
+def test_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: Side, how: str) -> None:
     """An error that passes through our own frames in backward, held by the caller as a notebook holds the
     last one."""
     model = side.shard_tower(built(even_tower))
@@ -481,7 +481,7 @@ def test_f41_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: 
 
 
 @same_as_plain(2)
-def test_f41_training_goes_on_after_a_refused_change_of_a_weight(side: Side) -> None:
+def test_training_goes_on_after_a_refused_change_of_a_weight(side: Side) -> None:
     """A forward that changes its weight in place is refused; the next, which does not, trains."""
     model = side.shard_tower(built(Chain, lambda: Constrained("no"), block))
     optimizer = adamw(model)
@@ -496,7 +496,7 @@ def test_f41_training_goes_on_after_a_refused_change_of_a_weight(side: Side) -> 
 
 
 @same_as_plain(2)
-def test_f31_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
+def test_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
     """A gradient hook that runs the model, to log what it would say."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -518,7 +518,7 @@ def test_f31_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
-def test_f41_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
+def test_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
     """The caller's own hooks fail, before and after ours."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -552,7 +552,7 @@ def test_f41_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
 
 
 @same_as_plain(2)
-def test_f31_hooks_of_the_caller_run_as_without_sharding(side: Side) -> None:
+def test_hooks_of_the_caller_run_as_without_sharding(side: Side) -> None:
     """Backward hooks of torch on blocks and root; hooks that replace inputs and outputs."""
     model = side.shard_tower(built(even_tower))
     calls: list[str] = []
@@ -569,7 +569,7 @@ def test_f31_hooks_of_the_caller_run_as_without_sharding(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f41_a_batch_may_be_tried_again_inside_the_except_clause(side: Side) -> None:
+def test_a_batch_may_be_tried_again_inside_the_except_clause(side: Side) -> None:
     """As people do after running out of memory: the next, smaller batch inside the except clause."""
     model = side.shard_tower(built(fragile_tower))
     optimizer = adamw(model)
@@ -591,7 +591,7 @@ def test_f41_a_batch_may_be_tried_again_inside_the_except_clause(side: Side) -> 
 @pytest.mark.thin(41)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
-def test_f41_ranks_of_which_one_has_failed_go_on_together(
+def test_ranks_of_which_one_has_failed_go_on_together(
     side: Side, shape: tuple[int, ...], reshard: bool | None
 ) -> None:
     """One rank's backward fails when all gradients have left; that of the others ends.

@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about gradients: none is lost, doubled, kept back or left over.
+"""No gradient is lost, doubled, kept back or left over, where that has happened elsewhere (docs/explain/failures.md).
 
 Every test runs one script plainly and sharded (scenario.py) in float64; only the order of additions
 differs, so all that the script notes agrees to 1e-10.
@@ -35,7 +35,7 @@ WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
 RESHARD = [None, True, False]
 
 
-# --- F01 ------------------------------------------------------------------------------------------
+# --- checkpointing, and several forwards ----------------------------------------------------------
 
 
 def preference_loss(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
-def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
+def test_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     world2: World, where: str, reentrant: bool, reshard: bool | None
 ) -> None:
     options = {"reshard_after_forward": reshard}
@@ -69,7 +69,7 @@ def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
-def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
+def test_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
     options = {"comm_policy": CommPolicy(packing_limit_bytes=100, prefetch=2)}
     assert_same(world2, checkpointed_training, where, reentrant, one_forward_loss, options)
 
@@ -77,7 +77,7 @@ def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentr
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("where", ["around", "whole"])
 @pytest.mark.parametrize("world", [3, 4], indirect=True)
-def test_f01_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
+def test_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
     assert_same(world, checkpointed_training, where, True, preference_loss, {})
 
 
@@ -86,7 +86,7 @@ def test_f01_uneven_shards_lose_no_gradient_either(world: World, where: str) -> 
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-def test_f01_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
+def test_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
     side: Side, reentrant: bool, order: Any, loss: Any
 ) -> None:
     model = built(Stages, reentrant, order)
@@ -112,7 +112,7 @@ class Selective(Chain):
 
 @same_as_plain(2)
 @pytest.mark.parametrize("everything", [False, True], ids=["matmuls", "everything"])
-def test_f01_selective_checkpointing_changes_no_gradient(side: Side, everything: bool) -> None:
+def test_selective_checkpointing_changes_no_gradient(side: Side, everything: bool) -> None:
     model = side.shard_tower(built(Selective, everything))
     side.steps(model, adamw(model), range(3), preference_loss)
 
@@ -120,7 +120,7 @@ def test_f01_selective_checkpointing_changes_no_gradient(side: Side, everything:
 @same_as_plain(2, 3)
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_two_forwards_before_one_backward_add_up(side: Side, reshard: bool | None) -> None:
+def test_two_forwards_before_one_backward_add_up(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
@@ -135,7 +135,7 @@ def test_f01_two_forwards_before_one_backward_add_up(side: Side, reshard: bool |
 
 
 @same_as_plain(2)
-def test_f01_interleaved_forwards_and_backwards_add_up(side: Side) -> None:
+def test_interleaved_forwards_and_backwards_add_up(side: Side) -> None:
     """One forward, one backward, in the order of a pipeline's 1F1B schedule."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -152,7 +152,7 @@ def test_f01_interleaved_forwards_and_backwards_add_up(side: Side) -> None:
         side.assert_settled(model)
 
 
-# --- F02 and accumulation -------------------------------------------------------------------------
+# --- accumulation, and clearing what has accumulated ----------------------------------------------
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
@@ -185,7 +185,7 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
         "foreach_zeros",
     ],
 )
-def test_f02_clearing_gradients_clears_the_unsynchronised_ones(
+def test_clearing_gradients_clears_the_unsynchronised_ones(
     side: Side, how: str, between: bool, has_grad: bool
 ) -> None:
     model = side.shard_tower(built(even_tower))
@@ -210,7 +210,7 @@ def test_f02_clearing_gradients_clears_the_unsynchronised_ones(
 
 
 @same_as_plain(2)
-def test_f02_clearing_some_gradients_keeps_the_others(side: Side) -> None:
+def test_clearing_some_gradients_keeps_the_others(side: Side) -> None:
     """An optimizer that has only some of the parameters clears only those."""
     model = side.shard_tower(built(even_tower))
     few = torch.optim.SGD(model.blocks[1].down.parameters(), lr=0.1)
@@ -224,7 +224,7 @@ def test_f02_clearing_some_gradients_keeps_the_others(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f02_reductions_still_under_way_are_cleared_as_well(side: Side) -> None:
+def test_reductions_still_under_way_are_cleared_as_well(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
         model.set_is_last_backward(False)
@@ -260,20 +260,20 @@ def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_back
     [[False, False, True], [True, True, True], [True, False, True], [False, True, True]],
     ids=["last", "all", "first_and_last", "from_second"],
 )
-def test_f02_microbatches_add_up_to_their_sum(
+def test_microbatches_add_up_to_their_sum(
     world: World, synced: list[bool], reshards_after_backward: bool
 ) -> None:
     assert_same(world, accumulate, synced, {}, reshards_after_backward)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f02_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
+def test_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(packing_limit_bytes=0)}
     assert_same(world2, accumulate, [False, True], options, True)
 
 
 @same_as_plain(2, 3)
-def test_f02_microbatches_before_the_last_backward_add_up(side: Side) -> None:
+def test_microbatches_before_the_last_backward_add_up(side: Side) -> None:
     """set_is_last_backward(False): reductions travel on while the next microbatch runs."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -290,7 +290,7 @@ def test_f02_microbatches_before_the_last_backward_add_up(side: Side) -> None:
 
 
 @same_as_plain(2)
-def test_f02_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
+def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
     """One gradient is changed in place; another, that is zero, has an unsynchronised part waiting."""
     model = side.shard_tower(built(Branching))
     loss = model(side.inputs(0)).mean() + 0 * model.blocks[0](side.inputs(0)).sum()
@@ -308,7 +308,7 @@ def test_f02_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> Non
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-def test_f02_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> None:
+def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> None:
     model = built(CheckpointedTower, "around", reentrant)
     side.shard_tower(model)
     for microbatch in range(3):
@@ -319,7 +319,7 @@ def test_f02_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> No
 
 
 @same_as_plain(2)
-def test_f02_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
+def test_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -331,7 +331,7 @@ def test_f02_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
     side.assert_settled(model)
 
 
-# --- F03 ------------------------------------------------------------------------------------------
+# --- what follows an evaluation -------------------------------------------------------------------
 
 
 def clip(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
@@ -410,7 +410,7 @@ def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
     ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
 )
 @pytest.mark.parametrize("act", ACTIONS)
-def test_f03_what_follows_an_evaluation_acts_on_the_weights(
+def test_what_follows_an_evaluation_acts_on_the_weights(
     side: Side, act: Any, mode: str, reshard: bool | None
 ) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
@@ -453,7 +453,7 @@ def average_data(mine: nn.Parameter, other: nn.Parameter) -> None:
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("follow", [average, average_data])
 @pytest.mark.parametrize("make", [even_tower, Teacher])
-def test_f03_a_teacher_that_follows_the_student_is_never_stale(
+def test_a_teacher_that_follows_the_student_is_never_stale(
     side: Side, make: Any, follow: Any, reshard: bool | None
 ) -> None:
     student, teacher = built(even_tower), built(make)
@@ -476,7 +476,7 @@ def test_f03_a_teacher_that_follows_the_student_is_never_stale(
 
 @same_as_plain(2)
 @pytest.mark.parametrize("make", [even_tower, Teacher])
-def test_f03_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Side, make: Any) -> None:
+def test_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Side, make: Any) -> None:
     model = built(make)
     tower = model.tower if isinstance(model, Teacher) else model
     side.shard(*tower.blocks, model)
@@ -487,7 +487,7 @@ def test_f03_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Si
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshards_after_backward", [True, False])
-def test_f03_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_backward: bool) -> None:
+def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_backward: bool) -> None:
     """The rank that has row 0 of a weight changes it, and the other ranks do nothing."""
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
@@ -525,7 +525,7 @@ def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
-def test_f03_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, make_optimizer: Any) -> None:
+def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, make_optimizer: Any) -> None:
     """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
@@ -554,7 +554,7 @@ def step_between(make_optimizer: Any, is_sharded: bool) -> str:
 
 # Only what torch counts on a DTensor: it counts no foreach and no fused operation.
 @pytest.mark.parametrize("make_optimizer", [adamw_loop])
-def test_f03_weights_changed_between_forward_and_backward_are_refused_by_name(
+def test_weights_changed_between_forward_and_backward_are_refused_by_name(
     world2: World, make_optimizer: Any
 ) -> None:
     assert "modified by an inplace operation" in step_between(sgd_foreach, False)
@@ -563,7 +563,7 @@ def test_f03_weights_changed_between_forward_and_backward_are_refused_by_name(
         assert "changed in place between the forward that used it and this backward" in message
 
 
-# --- F20 ------------------------------------------------------------------------------------------
+# --- unused parameters and blocks -----------------------------------------------------------------
 
 
 def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
@@ -582,12 +582,12 @@ def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
     [[(0, 2)] * 3, [(0, 1, 2), (1,), (), (2, 1, 0), (0, 0, 1)]],
     ids=["never", "changing"],
 )
-def test_f20_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
+def test_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
     assert_same(world, unused_blocks, use, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f20_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
+def test_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(prefetch=3)}
     assert_same(world2, unused_blocks, [(0, 1, 2), (0, 2), (1,), (0, 1, 2)], options)
 
@@ -595,9 +595,7 @@ def test_f20_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) 
 @same_as_plain(1, 2, 4)
 @pytest.mark.thin(27)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-def test_f20_parameters_that_are_not_used_get_no_gradient(
-    side: Side, packing_limit_bytes: int | None
-) -> None:
+def test_parameters_that_are_not_used_get_no_gradient(side: Side, packing_limit_bytes: int | None) -> None:
     model = built(Chain, PartlyUsed, PartlyUsed, block)
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     optimizer = adamw(model)
@@ -611,7 +609,7 @@ def test_f20_parameters_that_are_not_used_get_no_gradient(
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("make", [even_tower, Between])
-def test_f20_a_loss_on_features_trains_what_made_them(side: Side, make: Any, reshard: bool | None) -> None:
+def test_a_loss_on_features_trains_what_made_them(side: Side, make: Any, reshard: bool | None) -> None:
     """What comes after the second block runs as well, but nothing it made reaches the loss."""
     model = side.shard_tower(built(make), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -641,12 +639,12 @@ def unshards_of_frozen_blocks() -> dict[str, int]:
     return {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
 
 
-def test_f20_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
+def test_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
     for counts in world2.run(unshards_of_frozen_blocks):
         assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
 
 
-# --- F27 ------------------------------------------------------------------------------------------
+# --- backward through backward --------------------------------------------------------------------
 
 
 def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -664,16 +662,14 @@ def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_a_gradient_penalty_trains_as_without_sharding(
-    side: Side, reshard: bool | None, depth: int
-) -> None:
+def test_a_gradient_penalty_trains_as_without_sharding(side: Side, reshard: bool | None, depth: int) -> None:
     model = built(Chain, *[block] * depth)
     side.shard_tower(model, reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3), loss_with_penalty)
 
 
 @same_as_plain(1, 3)
-def test_f27_a_penalty_may_be_the_whole_loss(side: Side) -> None:
+def test_a_penalty_may_be_the_whole_loss(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     for step in range(2):
@@ -702,7 +698,7 @@ def forward_after_penalty(side: Side, keeps: bool) -> None:
         optimizer.step()
 
 
-def test_f27_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
+def test_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
     assert_same(world2, forward_after_penalty, True)
 
 
@@ -714,7 +710,7 @@ def error_of_forward_after_penalty() -> str:
     return "it works"
 
 
-def test_f27_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
+def test_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
     for outcome in world2.run(error_of_forward_after_penalty):
         assert outcome == "it works" or "create_graph" in outcome or "reshard_after" in outcome, outcome
 
@@ -739,7 +735,7 @@ class ForceField(nn.Module):
 @same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | None) -> None:
+def test_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(ForceField), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(2):
@@ -751,13 +747,13 @@ def test_f27_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool |
         model.train()
 
 
-# --- F29 ------------------------------------------------------------------------------------------
+# --- freezing and thawing -------------------------------------------------------------------------
 
 
 @same_as_plain(2, 3)
 @pytest.mark.thin(41)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f29_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: bool | None) -> None:
+def test_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     model.blocks[2].requires_grad_(False)  # before the first forward
     optimizer = adamw(model)
@@ -777,7 +773,7 @@ def test_f29_freezing_and_thawing_between_steps_is_followed(side: Side, reshard:
 
 
 @same_as_plain(2)
-def test_f29_freezing_between_microbatches_keeps_what_was_accumulated(side: Side) -> None:
+def test_freezing_between_microbatches_keeps_what_was_accumulated(side: Side) -> None:
     """A parameter frozen after an unsynchronised backward keeps the gradient it has."""
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
@@ -791,7 +787,7 @@ def test_f29_freezing_between_microbatches_keeps_what_was_accumulated(side: Side
 
 
 @same_as_plain(2)
-def test_f29_freezing_before_backward_is_followed_as_without_sharding(side: Side) -> None:
+def test_freezing_before_backward_is_followed_as_without_sharding(side: Side) -> None:
     """Between forward and backward: the graph is made, and gradients come all the same."""
     model = side.shard_tower(built(even_tower))
     for step in range(2):
@@ -803,7 +799,7 @@ def test_f29_freezing_before_backward_is_followed_as_without_sharding(side: Side
 
 
 @same_as_plain(2)
-def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Side) -> None:
+def test_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Side) -> None:
     """A hook freezes a weight of the block before its own, whose parameters are on their way already."""
     model = side.shard_tower(built(even_tower))
 
@@ -820,7 +816,7 @@ def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Si
         side.note_gradients(model)
 
 
-# --- F37 ------------------------------------------------------------------------------------------
+# --- parameters that some microbatches use --------------------------------------------------------
 
 
 @same_as_plain(2)
@@ -829,7 +825,7 @@ def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Si
 @pytest.mark.parametrize(
     "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
 )
-def test_f37_a_parameter_used_in_some_microbatches_gets_their_gradient(
+def test_a_parameter_used_in_some_microbatches_gets_their_gradient(
     side: Side, pattern: list[bool], packing_limit_bytes: int | None
 ) -> None:
     model = built(Chain, PartlyUsed, block, PartlyUsed)
@@ -847,7 +843,7 @@ def test_f37_a_parameter_used_in_some_microbatches_gets_their_gradient(
 
 
 @same_as_plain(2)
-def test_f37_a_block_missing_in_the_last_microbatch_keeps_its_gradient(side: Side) -> None:
+def test_a_block_missing_in_the_last_microbatch_keeps_its_gradient(side: Side) -> None:
     model = side.shard_tower(built(Branching))
     for microbatch, used in enumerate([(0, 1, 2), (0, 2)]):
         model.used = used
@@ -862,7 +858,7 @@ def test_f37_a_block_missing_in_the_last_microbatch_keeps_its_gradient(side: Sid
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | None) -> None:
+def test_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     loss = mean_of_squares(model, side.inputs(0))
@@ -877,7 +873,7 @@ def test_f01_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard: bool | None) -> None:
+def test_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     inputs = side.inputs(0).requires_grad_()
     loss = mean_of_squares(model, inputs)
@@ -892,7 +888,7 @@ def test_f01_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard:
 
 
 @same_as_plain(2)
-def test_f01_separate_backwards_through_one_forward_add_up(side: Side) -> None:
+def test_separate_backwards_through_one_forward_add_up(side: Side) -> None:
     """Separate backwards through one forward, as multi-task balancing does."""
     model = side.shard_tower(built(even_tower))
     inputs = side.inputs(0)
@@ -909,7 +905,7 @@ def test_f01_separate_backwards_through_one_forward_add_up(side: Side) -> None:
 @same_as_plain(2, 4)
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_modules_used_several_times_in_a_forward_add_up(side: Side, reshard: bool | None) -> None:
+def test_modules_used_several_times_in_a_forward_add_up(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Twice), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3))
 
@@ -918,7 +914,7 @@ def test_f01_modules_used_several_times_in_a_forward_add_up(side: Side, reshard:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
-def test_f01_a_model_that_calls_itself_trains(side: Side, guesses: bool, reshard: bool | None) -> None:
+def test_a_model_that_calls_itself_trains(side: Side, guesses: bool, reshard: bool | None) -> None:
     model = side.shard_tower(built(Recursive, guesses), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3))
     with torch.no_grad():
@@ -935,7 +931,7 @@ def penalty_on_the_weights(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2, 3)
-def test_f01_a_penalty_on_the_weights_adds_to_their_gradients(side: Side) -> None:
+def test_a_penalty_on_the_weights_adds_to_their_gradients(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     for step in range(2):
@@ -948,7 +944,7 @@ def test_f01_a_penalty_on_the_weights_adds_to_their_gradients(side: Side) -> Non
 
 
 @same_as_plain(2)
-def test_f01_saved_tensor_hooks_change_no_gradient(side: Side) -> None:
+def test_saved_tensor_hooks_change_no_gradient(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
 
     def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -983,7 +979,7 @@ class Reversible(Chain):
 
 
 @same_as_plain(2)
-def test_f01_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(side: Side) -> None:
+def test_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(side: Side) -> None:
     model = built(Reversible, block, block)
     side.shard_tower(model)
     side.steps(model, adamw(model), range(3))
@@ -1021,6 +1017,6 @@ class Equilibrium(nn.Module):
 
 
 @same_as_plain(2)
-def test_f01_hooks_that_run_inner_backwards_lose_no_gradient(side: Side) -> None:
+def test_hooks_that_run_inner_backwards_lose_no_gradient(side: Side) -> None:
     model = side.shard_tower(built(Equilibrium))
     side.steps(model, adamw(model), range(2))
