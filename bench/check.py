@@ -88,7 +88,6 @@ WATCHED = {
         "--optimizers reference --layers 4 --width 256 --steps 8",
         ("optimizer",),
         {"step_to_replicated": 0.2, "state_to_replicated": 0.03},
-        "claims/whole_parameters.py",
     ),
 }
 COUNTS = {"host_calls", "host_instructions"}

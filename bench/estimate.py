@@ -201,7 +201,7 @@ print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 
 
 def claim(layers: int | None = None) -> tuple[float, float, str]:
     """CPU seconds, GiB and the table for 1T parameters at world 1024, in a process of its own."""
-    script = CLAIM.format(folder=str(Path(__file__).resolve().parent / "claims"), layers=layers)
+    script = CLAIM.format(folder=str(Path(__file__).parent / "claims"), layers=layers)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True
     )

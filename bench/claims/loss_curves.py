@@ -12,9 +12,6 @@ optimizers.svg from them, and `compression.py` reads the loss.
 
 Refuted by: losses of `--peer torch` further than 1e-3 from ours; compression.py has the rest.
 
-Recorded (2 processes, 2026-11-26): validation after 200 steps 2.35 with AdamW and 2.17 with Muon; after 100
-steps of shorter schedules 2.566 with AdamW and 2.545 with SOAP.
-
     torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
     torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
     torchrun --nproc-per-node 2 bench/claims/loss_curves.py --send-gradients int8
@@ -28,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before bench/, which has a gpt.py too
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch
 import torch.distributed as dist

@@ -5,8 +5,6 @@ ranks, 0.38 on each of 4 (counted on torch 2.13), where ours are 0.5 and 0.25. F
 and 0.65, where communication costs nothing; below it is what fewer exchanges save. Refuted by a ratio above 1
 by more than the noise (row `peer again`).
 
-Recorded (2026-11-25): 0.573 on 2 processes, 0.220 on 4.
-
     python bench/claims/muon.py --processes 2
     python bench/claims/muon.py --processes 4 --width 1024 --matrices 8
 
@@ -20,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

@@ -13,8 +13,6 @@ schedule, in units of a block.
 
 Refuted by: more unsharded groups than prefetch + 1 beside the root; different losses.
 
-Recorded (2026-11-21): `prefetch=0` takes 1.03 of the default's time on the loopback, and 1.31 at 4 Gbit/s.
-
     python bench/claims/prefetch.py --json prefetch.json
 """
 
@@ -29,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

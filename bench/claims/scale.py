@@ -24,9 +24,6 @@ exceeded by the row of the claim (exits with 1).
 
 What it cannot show: time of a step on devices, start of communicators at such worlds.
 
-Recorded (2026-11-22): 1T at world 1024 in 0.36 s and 7.8 MiB, where the peer takes 5.1 s and 10; at world
-4096 0.33 s and 62.5.
-
     python bench/claims/scale.py --json scale.json
     python bench/claims/scale.py --models 1t --worlds 1024 --variants ours
 """
@@ -42,7 +39,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import psutil
 import torch

@@ -12,8 +12,6 @@ the full model, in runs of their own.
 Refuted by: ratios above 1; more than a bucket (64 MiB) beside the state on a rank. Exits with an error if a
 state differs from torch's.
 
-Recorded (2 processes, 2026-11-22): 0.30 of torch's time to take out a full state, 0.57 to walk, 0.34 to load.
-
     python bench/claims/state.py --json state.json
     python bench/claims/state.py --layers 24 --width 128         # many small parameters
 """
@@ -25,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

@@ -22,9 +22,6 @@ divided by ranks.
 
 Refuted by: a column off its formula by more than 5 % and a block (of 3 MB here: buffers of groups in flight).
 
-Recorded (2026-11-22): within 5 % and a block on 2 processes and on 4, but for the gradients of zero1, 153 MB
-for 102 and 127 for 102: they accumulate beside their shards.
-
     python bench/claims/strategies.py --processes 2 --json strategies.json
 """
 
@@ -36,7 +33,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import psutil

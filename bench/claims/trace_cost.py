@@ -9,8 +9,6 @@ what a trace adds. The kinds of step take turns; `us/block` is the median over r
 
 Refuted by: `not traced` above `never traced` by more than `never traced again` is from it.
 
-Recorded: 1061 us a block never traced, 2706 traced, 1125 not traced, 1091 never traced again.
-
     python bench/claims/trace_cost.py
 """
 

@@ -25,9 +25,6 @@ Refuted by: a ratio above 0.50, or step / bound above 1.2, at 1 Gbit/s; losses t
 What it cannot show: other transports than gloo's TCP; more than two hosts; latency (a veth pair has none).
 The kernel's part of the transport runs on the cores that compute, so that the bound cannot quite be met.
 
-Recorded (2026-11-22): 0.508 and step / bound 1.44 at 1 Gbit/s, so that both claims are missed; 0.521 and 1.09
-at 200 Mbit/s.
-
     bench/claims/two_hosts.sh --json two_hosts.json
 """
 
@@ -39,7 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

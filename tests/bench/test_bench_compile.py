@@ -1,4 +1,4 @@
-"""bench/claims/compile.py: every variant is one graph or none, and one that trains otherwise is noticed."""
+"""bench/compile.py: every variant is one graph or none, and one that trains otherwise is noticed."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from dynamo import forget_graphs
 from harness import World
 from torch.distributed.device_mesh import init_device_mesh
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "claims" / "compile.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "compile.py"
 
 
 @pytest.mark.processes

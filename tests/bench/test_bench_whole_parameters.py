@@ -1,4 +1,4 @@
-"""The classes that bench/claims/whole_parameters.py steps train on ranks as in one process, and go on on others."""
+"""The classes that bench/whole_parameters.py steps train on ranks as in one process, and go on on others."""
 
 from pathlib import Path
 from typing import Any

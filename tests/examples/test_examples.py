@@ -28,7 +28,7 @@ from example_files import EXAMPLES, example_file
 from harness import World
 from torch._dynamo.utils import counters
 
-from shardwise.tracing.files.chrome import read_json
+from shardwise.tracing.files import read_json
 
 pytestmark = pytest.mark.processes
 

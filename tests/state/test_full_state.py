@@ -155,10 +155,10 @@ def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
         "\n".join(first),
         """\
 ValueError: iter_full_parameters: the model has no parameter named nope.
-ValueError: iter_full_parameters: bucket_bytes is 0; pass a number above 0.
+ValueError: iter_full_parameters: bucket_bytes is 0; pass a number of bytes above 0.
 ValueError: iter_full_parameters: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: full_state_dict: 8 parameters are still on the meta device: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.weight, blocks.1.bias, head.weight. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-TypeError: full_state_dict: model is a dict, not an nn.Module.
+TypeError: full_state_dict: model is a dict; pass an nn.Module.
 RuntimeError: Tied: full_state_dict is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.""",
     )
 
@@ -282,7 +282,7 @@ another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in 
 different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
-a reader that fails: SourceError: OSError: the network is gone
+a reader that fails: RuntimeError: OSError: the network is gone
 forward: RuntimeError: Tied: the model is only partly loaded, because an earlier load failed (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
     )
 

@@ -37,17 +37,14 @@ exit with 1: of sharded variants in all steps, of `plain`, which sees its own ra
 What it cannot show: real networks, GPUs, where a graph's kernels and its order of collectives are others.
 What stays between steps was allocated before and is in no peak (memory.py has it: next to nothing).
 
-Recorded (2026-11-22): blocks 0.58, the whole model 0.75 and `model ahead` 0.67 of the peer's blocks.
-
-    python bench/claims/compile.py --json compile.json
-    python bench/claims/compile.py --model tiny --backend aot_eager --steps 2        # tries it out
+    python bench/compile.py --json compile.json
+    python bench/compile.py --model tiny --backend aot_eager --steps 2        # tries it out
 """
 
 import argparse
 import gc
 import importlib.util
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -55,8 +52,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
 
 import gpt
 import numpy

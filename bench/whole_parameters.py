@@ -16,13 +16,10 @@ training.
 Refuted by a ratio above the claim by more than the noise (`--noise`: a second replicated one). Exits with 1
 where parameters differ at the end.
 
-Recorded (2026-11-26), on 2 and on 4 processes: SOAP 0.411 and 0.275 of the time, Shampoo 0.514 and 0.274;
-0.5 and 0.25 of the state.
-
-    python bench/claims/whole_parameters.py --processes 2 --optimizers soap
-    python bench/claims/whole_parameters.py --processes 4 --layers 4 --optimizers soap
-    python bench/claims/whole_parameters.py --processes 4 --width 256 --optimizers shampoo
-    python bench/claims/whole_parameters.py --processes 2 --optimizers adafactor --steps 10
+    python bench/whole_parameters.py --processes 2 --optimizers soap
+    python bench/whole_parameters.py --processes 4 --layers 4 --optimizers soap
+    python bench/whole_parameters.py --processes 4 --width 256 --optimizers shampoo
+    python bench/whole_parameters.py --processes 2 --optimizers adafactor --steps 10
 
 SOAP and Shampoo are those of pytorch_optimizer. Where that is not installed, SOAP is left out, and Shampoo is
 the one here, as it is with `--optimizers reference`. Processes run on one thread each.
@@ -30,13 +27,9 @@ the one here, as it is with `--optimizers reference`. Processes run on one threa
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
 
 import numpy
 import torch

@@ -13,21 +13,16 @@ subject without a record has no picture.
 The background is transparent, and the greys and colours are such that they can be read on white and on
 black alike. Whiskers are quartiles. The same records make the same files, byte for byte.
 
-    python bench/claims/pictures.py --from FOLDER_OF_JSON --to bench/pictures
+    python bench/pictures.py --from FOLDER_OF_JSON --to bench/pictures
 """
 
 import argparse
-import io
 import json
-import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(1, str(Path(__file__).parents[1]))  # for common.py and its neighbours
 
 import matplotlib
 from common import OURS, PEER, PEER_TUNED, PLAIN
@@ -161,12 +156,8 @@ def about(record: Record, more: str) -> str:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write without a date, so that the same records make the same file. Text stays text, digits are few."""
-    written = io.StringIO()
-    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    picture = re.sub(r" <metadata>.*?</metadata>\n", "", written.getvalue(), flags=re.DOTALL)
-    picture = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", picture)
-    path.write_text(re.sub(r" *\n(?=[MLQCz\"])", " ", picture))  # a path on one line
+    """Write without a date, so that the same records make the same file."""
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
     return path
 
 
@@ -328,7 +319,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--from", dest="source", type=Path, required=True, help="folder of JSON files")
-    parser.add_argument("--to", dest="target", type=Path, default=Path(__file__).parents[1] / "pictures")
+    parser.add_argument("--to", dest="target", type=Path, default=Path(__file__).parent / "pictures")
     options = parser.parse_args()
     records = read_records(options.source)
     if not records:
