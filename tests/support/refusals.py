@@ -5,7 +5,9 @@ does, it makes sure that the model is what it was (the same classes, parameter o
 attributes) and that the right call then works: the model trains, with the gradients of an unsharded one.
 """
 
+import importlib
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,7 +95,11 @@ def refuse(
 
 def refusal(world: World, act: Callable[[nn.Module], Any], **how: Any) -> str:
     """What `act` is told, the same on every rank. Nothing has changed, and the right call works."""
-    first, *others = world.run(refuse, act, **how)
+    return told_alike(world.run(refuse, act, **how))
+
+
+def told_alike(ranks: list[Refusal]) -> str:
+    first, *others = ranks
     assert first.text != "accepted", "nothing was raised"
     assert not first.changes, f"the model is not as it was: {first.changes}\nafter {first.text}"
     assert first.trains == "as the plain model", f"afterwards: {first.trains}\nafter {first.text}"
@@ -104,6 +110,45 @@ def refusal(world: World, act: Callable[[nn.Module], Any], **how: Any) -> str:
 def refusals(world: World, *acts: Callable[[nn.Module], Any], **how: Any) -> str:
     """Several refusals, one below the other, in lines that fit on a page."""
     return "\n\n".join(wrapped(refusal(world, act, **how)) for act in acts)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A line of a table: what is done to the model, and words of what the caller is told.
+
+        REFUSED = {
+            "an empty list": refused(lambda model: fully_shard([]), "ValueError: ", "empty"),
+        }
+
+        @pytest.mark.parametrize("case", REFUSED)
+        def test_it_is_refused(world1, case):
+            assert_refused(world1, __name__, case)
+
+    Ranks look the line up in the test's module, since lambdas do not travel.
+    """
+
+    act: Callable[[nn.Module], Any]
+    words: tuple[str | re.Pattern[str], ...]
+    how: dict[str, Any]
+
+
+def refused(act: Callable[[nn.Module], Any], *words: Any, **how: Any) -> Refused:
+    """`A_REMEDY` among the words: it is said what to do. `how` is that of `refuse`."""
+    return Refused(act, words, how)
+
+
+def refuse_line(module: str, case: str) -> Refusal:
+    """Runs on every rank."""
+    line = importlib.import_module(module).REFUSED[case]
+    return refuse(line.act, **line.how)
+
+
+def assert_refused(world: World, module: str, case: str) -> None:
+    text = told_alike(world.run(refuse_line, module, case))
+    words = sys.modules[module].REFUSED[case].words
+    assert_says(text, *(word for word in words if word is not A_REMEDY))
+    if A_REMEDY in words:
+        assert_says_what_to_do(text)
 
 
 def wrapped(text: str) -> str:
