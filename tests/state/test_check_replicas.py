@@ -145,7 +145,7 @@ def test_what_tensor_parallelism_replicates_is_compared(world2: World) -> None:
 
 def unlike_where_they_may_be() -> None:
     """Ignored and plain parameters, and shards that no other rank has."""
-    model = built(dist.get_rank())
+    model = built(Tower, seed=dist.get_rank())
     ignored = {model.inlet.weight.requires_grad_(False)}
     fully_shard(model.blocks[0], check_equal_weights=False)
     fully_shard(model.outlet, ignored_params=ignored, check_equal_weights=False)
