@@ -143,12 +143,13 @@ def refuse_line(module: str, case: str) -> Refusal:
     return refuse(line.act, **line.how)
 
 
-def assert_refused(world: World, module: str, case: str) -> None:
+def assert_refused(world: World, module: str, case: str) -> str:
     text = told_alike(world.run(refuse_line, module, case))
     words = sys.modules[module].REFUSED[case].words
     assert_says(text, *(word for word in words if word is not A_REMEDY))
     if A_REMEDY in words:
         assert_says_what_to_do(text)
+    return text
 
 
 def wrapped(text: str) -> str:
