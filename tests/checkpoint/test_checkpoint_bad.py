@@ -841,7 +841,7 @@ TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list o
 TypeError: rank 1: states is to be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
 TypeError: rank 1: load_checkpoint: strict is a NotWritten; pass True or False.
 ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
-TypeError: rank 1: load_checkpoint: verify is None, a NoneType; pass True or False.
+TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
 ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.
 TypeError: rank 1: save_checkpoint: path is None; pass the folder of a checkpoint, as a str or a Path.
 TypeError: rank 1: save_checkpoint: model is None; pass an nn.Module.
