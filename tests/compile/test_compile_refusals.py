@@ -18,10 +18,10 @@ from custom_comms import AllGather, ReduceScatter
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch, shard_tower
 from tensor_subclasses import Stack as StackOfSubclasses
 from tensor_subclasses import TravelsLow
-from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
+from test_compile_model import backward, compiled, num_graphs, part
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -41,53 +41,53 @@ def tower() -> nn.Module:
 
 
 def with_custom_all_gather() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_custom_all_gather(AllGather(returns_work=True))
     return model
 
 
 def with_custom_reduction() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_custom_reduce_scatter(ReduceScatter(returns_work=True))
     return model
 
 
 def with_comm_hook() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     register_comm_hook(model, None, LowPrecisionReduction())
     return model
 
 
 def with_quantized_all_gather() -> nn.Module:
-    return shard_blocks(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
+    return shard_tower(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
 
 
 def with_all_reduce_hook() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_all_reduce_hook(lambda gradient: None)
     return model
 
 
 def with_extension() -> nn.Module:
     torch.manual_seed(0)
-    return shard_blocks(StackOfSubclasses(TravelsLow, 8, True))
+    return shard_tower(StackOfSubclasses(TravelsLow, 8, True))
 
 
 def with_hook_on_original() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def with_post_hook_on_original() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def with_gradients_in_low_precision() -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    return shard_blocks(tower(), mp_policy=policy)
+    return shard_tower(tower(), mp_policy=policy)
 
 
 class Own(nn.Parameter):
@@ -97,7 +97,7 @@ class Own(nn.Parameter):
 def with_class_of_its_own() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight = Own(model.blocks[0].up.weight.detach())
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 class OnMesh(nn.Module):
@@ -120,7 +120,7 @@ def on_the_whole_mesh() -> nn.Module:
 
 
 def partly_loaded() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     mark_partly_loaded(model, "the disk was full.")
     return model
 
@@ -134,7 +134,7 @@ def openly_tied() -> nn.Module:
 
 
 def with_added_parameter() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].scale = nn.Parameter(torch.ones(2))
     return model
 
@@ -142,15 +142,15 @@ def with_added_parameter() -> nn.Module:
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         model = Tower()
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def kept_by_pairs() -> nn.Module:
-    return shard_blocks(tower(), reshard_after_forward=2)
+    return shard_tower(tower(), reshard_after_forward=2)
 
 
 def with_an_event_of_the_optimizer() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.set_post_optim_event(torch.Event("cpu"))
     return model
 
@@ -159,7 +159,7 @@ def with_sums_in_a_dtype_of_their_own() -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32
     )
-    return shard_blocks(tower(), mp_policy=policy)
+    return shard_tower(tower(), mp_policy=policy)
 
 
 DONE_WITHOUT_A_GRAPH = [
@@ -354,7 +354,7 @@ def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled(world2: W
 def replaced() -> tuple[str, bool, list[bool]]:
     """What is said where a parameter was replaced under a graph; whether it stays; and, with breaks, whether
     outputs are those of an eager run."""
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     inputs = batch_for(model)
     found = []
     said = "accepted"
@@ -389,9 +389,8 @@ def test_a_parameter_that_was_replaced_is_used_or_refused_and_never_put_back(wor
 def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     """Gradients that differ from those of a plain model after backwards with a graph (g) and eager (e), and
     by how much the norm does that clipping finds."""
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, "function")
     for _ in range(2):
         plain.zero_grad()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from events import observe
 from expecttest import assert_expected_inline
 from harness import World
-from models import SquareBlock, even_tower, random_batch
+from models import SquareBlock, even_tower, random_batch, shard_tower
 from reference import mean_of_squares
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
@@ -51,9 +51,7 @@ def stack(*, replicates: bool = False, **options: Any) -> Any:
     if replicates:
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = Stack()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_tower(model, **options)
 
 
 def batch() -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dynamo import forget_graphs
 from harness import World
-from models import SquareBlock, random_batch
+from models import SquareBlock, built, random_batch, shard_tower
 from reference import mean_of_squares
 from simulated_device import streams_on_the_host
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import CommPolicy, fully_shard
+from shardwise import CommPolicy
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.tracing.recorder import TracedRoot
@@ -43,11 +43,8 @@ class Model(nn.Module):
 
 
 def build(mesh: Any = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Model().double()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    model = built(Model, seed=0)
+    return shard_tower(model, mesh=mesh, **options)
 
 
 def backward(model: nn.Module, index: int = 0) -> None:
@@ -214,11 +211,8 @@ class Checkpointed(Model):
 
 
 def checkpointed() -> Recording:
-    torch.manual_seed(0)
-    model = Checkpointed().double()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = built(Checkpointed, seed=0)
+    shard_tower(model)
     backward(model)
     with shardwise.trace(model) as trace:
         backward(model)
