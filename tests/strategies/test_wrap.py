@@ -808,7 +808,7 @@ def test_what_a_policy_of_the_callers_own_returns_is_checked() -> None:
             lambda: choice(Own(kind=lambda _: None), model),
         ),
         """\
-shard_model: Own.choose() returned '0', a str among the modules;
+shard_model: Own.choose() returned among the modules '0', a str;
 return the modules themselves.
 
 shard_model: Own.choose() returned a dict; return a list of modules.

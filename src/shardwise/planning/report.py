@@ -102,16 +102,13 @@ class StrategyEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """All but the memory over time, for JSON."""
+        figures = ("parameters", "gradients", "optimizer_state", "unsharded", "activations")
         return {
             "strategy": self.strategy,
             "mesh": self.mesh,
             "checkpointing": self.is_checkpointed,
             "offloaded": self.is_offloaded,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer_state": self.optimizer_state,
-            "unsharded": self.unsharded,
-            "activations": self.activations,
+            **{name: getattr(self, name) for name in figures},
             "peak": self.peak.num_bytes,
             "peaks": {
                 phase: {"bytes": peak.num_bytes, "where": peak.where, "by_kind": peak.by_kind}
