@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -41,3 +42,19 @@ def check_flags(caller: str, **flags: object) -> None:
 def check_module(caller: str, model: object) -> None:
     """Refuse ``model`` unless it is a module."""
     check_type(caller, "model", model, "an nn.Module", nn.Module)
+
+
+def check_rank(caller: str, name: str, rank: object) -> None:
+    """Refuse anything but a global rank or None."""
+    check_type(caller, name, rank, "a global rank, or None", int, type(None))
+
+
+def check_bytes(caller: str, name: str, num_bytes: object) -> None:
+    """Refuse what is no number of bytes."""
+    check_number(caller, name, num_bytes, "a number of bytes above 0", above=0)
+
+
+def check_floating(caller: str, dtype: object) -> None:
+    """Refuse a dtype that is not of floating-point numbers."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{caller}: dtype is {dtype!r}; pass a floating-point dtype, or None.")

@@ -42,6 +42,7 @@ from shardwise.setup.discovery import (
     names_below,
 )
 from shardwise.setup.hooks import install_hooks
+from shardwise.setup.outside_calls import explain_calls
 from shardwise.setup.sharded_class import original_class, sharded_class
 from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
@@ -250,6 +251,7 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
         nn_modules.mark_managed(module)
     install_hooks(module_state)
     install_step_hooks()  # from now on: state may be loaded, for which torch steps, before the first forward
+    explain_calls(group)
     _build_tree(modules, module_state)
 
 

@@ -253,7 +253,7 @@ def test_another_optimizer_is_refused(world2: World, run: Run) -> None:
 ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into Adam. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
 ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
 ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
-ValueError: RUN/step-2: the optimizer has other parameters; in the checkpoint's only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.""",
+ValueError: RUN/step-2: the optimizer has other parameters; saved only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.""",
     )
 
 
@@ -281,7 +281,7 @@ def test_another_optimizer_is_told_by_its_hyperparameters(world2: World, run: Ru
     text = message(world2.run(refused, replace(run, optimizer=torch.optim.SGD)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the checkpoint's has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same, or load the model alone.""",
+        """ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the one that was saved has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same, or load the model alone.""",
     )
 
 

@@ -356,7 +356,7 @@ RuntimeError: sync_module_states: 7 parameters are still on the meta
 device: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean,
 1.running_var, 1.num_batches_tracked. Nothing has given them values.
 Call shardwise.materialize(model), or load a checkpoint, first.
-RuntimeError: Sequential: sync_module_states() is not possible inside
+RuntimeError: Sequential: sync_module_states is not possible inside
 unsharded(), which has put full parameters in place of the shards that
 its group works with. Leave the context first.
 RuntimeError: sync_module_states: Sequential is part of a model whose

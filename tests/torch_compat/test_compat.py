@@ -1,5 +1,7 @@
 """The private parts of torch that torch_compat stands on, on whatever torch is installed."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -333,6 +335,54 @@ def notes_of_a_pair() -> tuple[list[int], bytes]:
 def test_all_ranks_of_the_job_read_one_store_and_a_group_knows_its_members(world3: World) -> None:
     note = b"a note of rank 2"
     assert world3.run(notes_of_a_pair) == [([], note), ([1, 2], note), ([1, 2], note)]
+
+
+class Recording:
+    """Stands before a module's call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.module._call_impl(*args, **kwargs)
+
+
+def test_a_call_goes_through_what_was_put_before_it_and_hooks_run_once() -> None:
+    module, hooked = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: hooked.append(1))
+    before = module(torch.ones(2))
+    through = Recording(module)
+    nn_modules.call_through(module, through)
+    assert torch.equal(module(torch.ones(2)), before)
+    assert (through.calls, len(hooked)) == (1, 2)
+    module.forward(torch.ones(2))
+    assert through.calls == 1
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_module_keeps_its_compiled_call(compiled_first: bool) -> None:
+    module = nn.Linear(2, 2)
+    through = Recording(module)
+    if compiled_first:
+        module.compile(backend="eager")
+    nn_modules.call_through(module, through)
+    if not compiled_first:
+        module.compile(backend="eager")
+    module(torch.ones(2))
+    assert through.calls == 0
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+def test_what_stands_before_a_call_stays_with_the_original(twin: Any) -> None:
+    module = nn.Linear(2, 2)
+    through = Recording(module)
+    nn_modules.call_through(module, through)
+    other = twin(module)
+    assert torch.equal(other(torch.ones(2)), module(torch.ones(2)))
+    assert through.calls == 1
 
 
 def devices_and_apis() -> tuple[set[str], str]:

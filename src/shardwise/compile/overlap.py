@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise.arguments import check_flags, check_number
-from shardwise.torch_compat import inductor
+from shardwise.torch_compat import dynamo
 
 Step = Any
 """Of a program of Inductor: ``torch._inductor.scheduler.BaseSchedulerNode``."""
@@ -106,8 +106,8 @@ class _Program:
         self._steps = steps
         self.places: dict[Step, float] = {step: float(place) for place, step in enumerate(steps)}
         self._wanted = dict(self.places)
-        makers = {name: step for step in steps for name in inductor.made_by(step)}
-        kinds = {step: inductor.collective_of(step) for step in steps}
+        makers = {name: step for step in steps for name in dynamo.made_by(step)}
+        kinds = {step: dynamo.collective_of(step) for step in steps}
         self._needs: Edges = {step: _makers_for(step, makers, kinds) for step in steps}
         self._feeds: Edges = {step: [] for step in steps}
         for step, needed in self._needs.items():
@@ -166,7 +166,7 @@ class _Program:
 
 def _makers_for(step: Step, makers: dict[str, Step], kinds: dict[Step, str | None]) -> list[Step]:
     """The steps that ``step`` must come after; not the order that torch has put collectives in."""
-    needed, followed = inductor.needed_by(step)
+    needed, followed = dynamo.needed_by(step)
     found = [makers[name] for name in needed if name in makers]
     for name in followed:
         other = makers.get(name)

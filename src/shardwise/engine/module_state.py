@@ -69,8 +69,8 @@ def sharded_module_states(module: nn.Module) -> list[ModuleState]:
     return list({id(module_state): module_state for module_state in module_states}.values())
 
 
-def some_module_states(caller: str, model: Any) -> list[ModuleState]:
-    """What ``sharded_module_states`` finds in the argument ``model`` of a public call, ``caller``.
+def states_to_use(caller: str, model: Any) -> list[ModuleState]:
+    """As ``sharded_module_states``, for a public function.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -83,6 +83,21 @@ def some_module_states(caller: str, model: Any) -> list[ModuleState]:
             f"{caller}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
             "shard_model first."
         )
+    return module_states
+
+
+def module_states_at_rest(caller: str, model: Any) -> list[ModuleState]:
+    """As ``sharded_module_states``, for a public function that needs none of them to be at work.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        RuntimeError: one of them is in a forward or backward, or inside ``unsharded``.
+    """
+    check_module(caller, model)
+    module_states = sharded_module_states(model)
+    for module_state in module_states:
+        module_state.root.refuse_at_work(caller, module_state.group)
+        module_state.group.refuse_if_summoned(caller)
     return module_states
 
 

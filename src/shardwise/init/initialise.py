@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_module, check_type
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
@@ -214,7 +214,7 @@ def check_replicas(model: nn.Module) -> None:
     named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
 
     def check() -> None:
-        _module_states_at_rest(model, "check_replicas")
+        module_states_at_rest("check_replicas", model)
         _refuse_meta(named, "check_replicas")
 
     run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
@@ -224,7 +224,7 @@ def check_replicas(model: nn.Module) -> None:
 
 def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
     check_type("materialize", "init_fn", init_fn, "a function of a module", Callable, type(None))
-    _module_states_at_rest(model, "materialize")
+    module_states_at_rest("materialize", model)
     drawn_on = None if device is None else torch.device(device)
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
@@ -287,7 +287,7 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 def _check_syncable(model: nn.Module, src: Any) -> None:
     check_type("sync_module_states", "src", src, "a global rank", int)
-    for module_state in _module_states_at_rest(model, "sync_module_states"):
+    for module_state in module_states_at_rest("sync_module_states", model):
         if module_state.group.unsharded.state is not SHARDED:
             module_state.root.hand_over(module_state.group, "sync_module_states")
     for name, tensor in named_tensors(model):
@@ -322,15 +322,6 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
         )
     if any(tensor.is_meta for _, tensor in named):
         give_memory(model)
-
-
-def _module_states_at_rest(model: Any, caller: str) -> list[ModuleState]:
-    """The groups in ``model``, which need not have any, none of them at work."""
-    module_states = sharded_module_states(model)
-    for module_state in module_states:
-        module_state.root.refuse_at_work(caller, module_state.group)
-        module_state.group.refuse_if_summoned(f"{caller}()")
-    return module_states
 
 
 def _refuse_meta(named: list[Named], caller: str) -> None:

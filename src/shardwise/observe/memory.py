@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.engine.module_state import ModuleState, some_module_states
+from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SUMMONED, UNSHARDED, UNSHARDING
 from shardwise.layout.text_tables import ruled
@@ -161,7 +161,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
         loss = model(x).sum()
         assert memory_snapshot(model.blocks[3]).unsharded_bytes == 0
     """
-    module_states = some_module_states("memory_snapshot", model)
+    module_states = states_to_use("memory_snapshot", model)
     with tensor_impl.plain_access():
         return MemorySnapshot(tuple(map(_snapshot_of, module_states)))
 

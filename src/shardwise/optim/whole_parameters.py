@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.arguments import check_flags, describe
+from shardwise.arguments import check_bytes, check_flags, describe
 from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
@@ -42,7 +42,6 @@ from shardwise.optim.owner_exchange import (
     SharingRanks,
     Stack,
     Travel,
-    check_batch_bytes,
     check_divisible,
     known_name,
     local_gradient,
@@ -129,7 +128,7 @@ class WholeParameters(Optimizer):
         **options: Any,
     ) -> None:
         _check_class(optimizer_class, single_owner)
-        check_batch_bytes("WholeParameters", batch_bytes)
+        check_bytes("WholeParameters", "batch_bytes", batch_bytes)
         self.optimizer_class = optimizer_class
         self._options = options
         self._single_owner = single_owner

@@ -18,6 +18,7 @@ from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.params.parameter import Param, Site
 from shardwise.setup.hooks import wrap_method, wrapped_methods
+from shardwise.setup.outside_calls import explain_calls
 from shardwise.torch_compat import dtensor
 
 Memo = dict[int, Any]
@@ -52,6 +53,8 @@ def fill_copies(module_states: Sequence[ModuleState], memo: Memo) -> None:
         ModuleState.__init__(copy, memo[id(module_state.group)], root, module_state.in_graphs)
     root.finalization.by_hand = module_states[0].root.finalization.by_hand
     drive(root, copies, copies[0])
+    for copy in copies:
+        explain_calls(copy.group)
     for module_state, copy in zip(module_states, copies, strict=True):
         for module in module_state.group.modules:
             for name in wrapped_methods(module):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.arguments import check_flags, check_number
-from shardwise.engine.module_state import ModuleState, is_sharded, some_module_states
+from shardwise.arguments import check_flags, check_number, check_rank
+from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
 from shardwise.groups.group import ParameterGroup
@@ -19,7 +19,6 @@ from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
 from shardwise.ranks.replicas import Checksums, are_fake, differing, message_on_edits
-from shardwise.state.names import check_rank
 from shardwise.state.summon import SummonedGroup, SummonOptions, broadcast_changes, check_can_summon
 
 T = TypeVar("T")
@@ -268,7 +267,7 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> list[ModuleState]:
     """The states of the modules that a context acts on; raises if one is in a forward or backward."""
-    module_states = some_module_states(caller, module)
+    module_states = states_to_use(caller, module)
     if not recurse and not is_sharded(module):
         raise ValueError(
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "

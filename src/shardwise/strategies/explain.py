@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.engine.module_state import ModuleState, is_sharded, some_module_states
+from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
@@ -61,7 +61,7 @@ def explain(model: nn.Module) -> str:
 
         print(explain(shard_model(model)))
     """
-    rows = list(_rows(model, some_module_states("explain", model)))
+    rows = list(_rows(model, states_to_use("explain", model)))
     decimals = 1 if sum(_unsharded_bytes(row.group) for row in rows) >= 10e6 else 4
 
     def megabytes(num_bytes: int) -> str:

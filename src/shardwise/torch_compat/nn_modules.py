@@ -83,6 +83,16 @@ def forget_weak_references(modules: Iterable[nn.Module]) -> None:
 # --- how modules are called -----------------------------------------------------------------------
 
 
+def call_through(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have ``module(...)`` run ``call``, unless ``module.compile()`` has taken that place, or takes it later.
+
+    The only way for an instance to wrap ``nn.Module.__call__`` without its slow path for hooks. Copies and
+    pickles of the module leave it out.
+    """
+    if module._compiled_call_impl is None:
+        module.__dict__["_compiled_call_impl"] = call
+
+
 def put_last(module: nn.Module, hook: int) -> None:
     """Have the forward hook with the id ``hook`` run after the others of ``module``.
 
