@@ -100,7 +100,8 @@ both_directions = pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_is_no_list_cannot_be_prefetched(world1: World, direction: str, other: Any) -> None:
     call = Prefetching(direction, other=other)
     text = refusal(world1, call, build=sharded_tower, **SHARDED)
-    assert_says(text, f"TypeError: {call.setter}: ", type(other).__name__, "pass a list of sharded modules")
+    told = "None" if other is None else type(other).__name__
+    assert_says(text, f"TypeError: {call.setter}: ", told, "pass a list of sharded modules")
 
 
 @both_directions
