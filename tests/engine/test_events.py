@@ -279,16 +279,14 @@ def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None
 
 def reductions_with_unused_parameters(count: int) -> list[str]:
     """What the backward of the last of so many steps enters and reduces."""
-    torch.manual_seed(0)
-    model = Tower().double()
+    model = built(Tower, seed=0)
     for block in model.blocks:
         block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     for index in range(count - 1):
-        step(model, index)
+        backward(model, index)
     events = events_of(model)
-    step(model, count)
+    backward(model, count)
     return [event for event in events if event.split()[0] in ("backward", "reduce")]
 
 
