@@ -131,12 +131,18 @@ def reduce_scatter_coalesced(
     return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
 
 
-def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
-    """The back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
+def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
+    """The back end for ``device`` in ``pg``; None of a process group that is written in Python."""
     try:
-        return pg._get_backend(device).name().lower()
-    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
-        return str(dist.get_backend(pg)).lower()
+        return pg._get_backend(device)
+    except (RuntimeError, AttributeError, TypeError):
+        return None
+
+
+def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
+    backend = _backend_of(pg, device)
+    return str(dist.get_backend(pg) if backend is None else backend.name()).lower()
 
 
 _NCCL = {"nccl", "nccl2", "nccl-legacy", "nccl-lazy"}
@@ -252,13 +258,10 @@ def _without_split() -> Iterator[None]:
 def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     """Have the members of ``pg`` connect now. Back ends such as NCCL otherwise do so at the first collective,
     which may be in the middle of other communication; there is no public way to ask for it."""
-    try:
-        backend = pg._get_backend(device)
-    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
-        return
+    backend = _backend_of(pg, device)
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
-    elif is_nccl(pg, device):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+    elif backend is not None and is_nccl(pg, device):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
