@@ -140,7 +140,7 @@ def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
-    """Of the back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
+    """The back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
     backend = _backend_of(pg, device)
     return str(dist.get_backend(pg) if backend is None else backend.name()).lower()
 
@@ -261,7 +261,9 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     backend = _backend_of(pg, device)
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
-    elif backend is not None and is_nccl(pg, device):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+    elif backend is not None and is_nccl(
+        pg, device
+    ):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 

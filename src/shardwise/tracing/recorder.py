@@ -7,7 +7,8 @@ hooks of optimizers    their steps                    torch.optim
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.engine.calls import Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root
 from shardwise.groups.group import ParameterGroup
-from shardwise.observe.collectives import CollectiveCounts, count_event
+from shardwise.observe.collectives import CollectiveCounts, count_event, hear_events
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.tracing.records import (
     BACKWARD,
@@ -33,10 +34,11 @@ from shardwise.tracing.timeline import Clock, Timeline
 
 
 class Recorder:
-    """Records one trace of the groups of ``module_states``, from ``attach`` to ``detach``."""
+    """Records one trace of the groups of ``module_states``."""
 
     def __init__(self, module_states: Sequence[ModuleState], clock: Clock, *, is_aligned: bool) -> None:
         self._began = time.time()
+        self._module_states = module_states
         self._is_aligned = is_aligned
         self.groups = {module_state.group.name: module_state.group for module_state in module_states}
         self.timeline = Timeline(clock, self.groups)
@@ -46,26 +48,24 @@ class Recorder:
         self._knew_order = all(root.prefetch.forward_order.planned for root in roots)
         self._features = [TracedRoot(root, self) for root in roots]
         self._buckets = {id(bucket) for group in self.groups.values() for bucket in group.buckets}
-        self._hooks: list[Any] = []
         self._steps: dict[int, Any] = {}  # when the running steps of optimizers began
 
-    # --- attach and detach ------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Begin to record."""
-        for feature in self._features:
-            feature.attach()
-        self._hooks.append(register_optimizer_step_pre_hook(self._step_begins))
-        self._hooks.append(register_optimizer_step_post_hook(self._step_ended))
-
-    def detach(self) -> None:
-        """Leave the model as it was."""
-        self.timeline.is_recording = False
-        for hook in self._hooks:
-            hook.remove()
-        for feature in self._features:
-            feature.detach()
-        self.watchers.close()
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the model tells what it does; afterwards it is as it was."""
+        with ExitStack() as undo:
+            undo.callback(self.watchers.close)
+            for feature in self._features:
+                feature.root.add(feature)
+                undo.callback(feature.detach)
+                feature.trace_communication()
+            undo.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
+            undo.callback(register_optimizer_step_post_hook(self._step_ended).remove)
+            undo.enter_context(hear_events(self._module_states, self._hear))
+            try:
+                yield
+            finally:
+                self.timeline.is_recording = False
 
     def recording(self) -> Recording:
         """What was recorded, once it is over."""
@@ -97,7 +97,7 @@ class Recorder:
 
     # --- what is told -----------------------------------------------------------------------------
 
-    def hear(self, event: str, group: ParameterGroup | None) -> None:
+    def _hear(self, event: str, group: ParameterGroup | None) -> None:
         """An event of a group; None: one that is not traced."""
         name = None if group is None else group.name
         if event == "forward":
@@ -132,18 +132,13 @@ class TracedRoot(Feature):
         self._timeline = recorder.timeline
         self._streams: dict[ParameterGroup, TracedStreams] = {}
 
-    def attach(self) -> None:
-        """Begin to tell."""
-        self.root.add(self)
-        self._trace_communication()
-
     def detach(self) -> None:
-        """End it."""
+        """Leave the root and its groups as they were."""
         self.root.remove(self)
         for streams in self._streams.values():
             streams.remove()
 
-    def _trace_communication(self) -> None:
+    def trace_communication(self) -> None:
         """Once streams exist, have the groups communicate in a way that tells."""
         for group in self.root.groups:
             streams: Any = getattr(group, "streams", None)
@@ -162,7 +157,7 @@ class TracedRoot(Feature):
 
     def forward_begins(self) -> None:
         """A forward begins."""
-        self._trace_communication()
+        self.trace_communication()
         self._timeline.memory.touch_all()
         self._timeline.begin_pass(FORWARD)
 
@@ -176,7 +171,7 @@ class TracedRoot(Feature):
 
     def backward_begins(self) -> None:
         """A backward begins."""
-        self._trace_communication()
+        self.trace_communication()
         self._timeline.begin_pass(BACKWARD)
 
     def backward_ended(self) -> None:
