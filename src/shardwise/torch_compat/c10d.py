@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Lock, get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -422,33 +423,21 @@ class _OwnWorld:
     """
 
     def __init__(self, others: Any) -> None:
-        mine: dict[str, Any] = {
-            name: {}
-            for name in (
-                *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
-                *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
-            )
-        }
         # Names of process groups are known to all threads: these count from where nobody comes.
-        vars(self).update(
-            _thread=get_ident(), _others=others, _mine=mine | {"default_pg": None, "group_count": 1 << 40}
-        )
-        mine["comms"] = []
+        mine = SimpleNamespace(default_pg=None, group_count=1 << 40, comms=[])
+        of_groups = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+        for name in (*of_groups, "tags_to_pg", "pg_coalesce_state"):
+            setattr(mine, name, {})
+        vars(self).update(_thread=get_ident(), _mine=mine, _others=others)
+
+    def _seen(self) -> Any:
+        return self._mine if get_ident() == self._thread else self._others
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self)
-        if get_ident() != own["_thread"]:
-            return getattr(own["_others"], name)
-        if name not in own["_mine"]:
-            raise AttributeError(name)
-        return own["_mine"][name]
+        return getattr(self._seen(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
-        if get_ident() != own["_thread"]:
-            setattr(own["_others"], name, value)
-        else:
-            own["_mine"][name] = value
+        setattr(self._seen(), name, value)
 
 
 @contextmanager

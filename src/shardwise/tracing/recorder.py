@@ -40,14 +40,19 @@ class Recorder:
         self._began = time.time()
         self._module_states = module_states
         self._is_aligned = is_aligned
-        self.groups = {module_state.group.name: module_state.group for module_state in module_states}
-        self.timeline = Timeline(clock, self.groups)
+        self.names: dict[ParameterGroup, str] = {}
+        for module_state in module_states:
+            name = module_state.group.name
+            while name in self.names.values():  # of a model beside this one
+                name += "'"
+            self.names[module_state.group] = name
+        self.timeline = Timeline(clock, self.names)
         self.watchers = Watchers()
-        self.counts = CollectiveCounts()
+        self._counts = {group: CollectiveCounts() for group in self.names}
         roots = dict.fromkeys(module_state.root for module_state in module_states)
         self._knew_order = all(root.prefetch.forward_order.planned for root in roots)
         self._features = [TracedRoot(root, self) for root in roots]
-        self._buckets = {id(bucket) for group in self.groups.values() for bucket in group.buckets}
+        self._buckets = {id(bucket) for group in self.names for bucket in group.buckets}
         self._steps: dict[int, Any] = {}  # when the running steps of optimizers began
 
     @contextmanager
@@ -74,32 +79,32 @@ class Recorder:
         timeline.memory.touch_all()
         return Recording(
             rank=own_rank(),
-            device=next(iter(self.groups.values())).device.type,
+            device=self._module_states[0].group.device.type,
             began=self._began,
             is_aligned=self._is_aligned,
             knew_order=self._knew_order,
             end_ns=timeline.clock.ns_of(ended),
             spans=tuple(timeline.spans(ended)),
             memory=tuple(timeline.memory.samples()),
-            groups=tuple(map(self._traced, self.groups.values())),
+            groups=tuple(map(self._traced, self.names)),
         )
 
     def _traced(self, group: ParameterGroup) -> TracedGroup:
-        settings, counts = group.settings, self.counts
+        settings, counts = group.settings, self._counts[group]
         is_chosen = settings.forward_prefetch is not None or settings.backward_prefetch is not None
         return TracedGroup(
-            name=group.name,
+            name=self.names[group],
             unsharded_bytes=sum(bucket.computed.unsharded_bytes for bucket in group.buckets),
             prefetch=None if is_chosen else group.policy.prefetch,
-            unshards=counts.all_gather[group.name],
-            reductions=max(counts.reduce_scatter[group.name], counts.all_reduce[group.name]),
+            unshards=counts.all_gather.total(),
+            reductions=max(counts.reduce_scatter.total(), counts.all_reduce.total()),
         )
 
     # --- what is told -----------------------------------------------------------------------------
 
     def _hear(self, event: str, group: ParameterGroup | None) -> None:
         """An event of a group; None: one that is not traced."""
-        name = None if group is None else group.name
+        name = None if group is None else self.names[group]
         if event == "forward":
             self.timeline.enter(FORWARD, name)
         elif event == "recompute":
@@ -108,8 +113,8 @@ class Recorder:
             self.timeline.backward(name)
         if group is not None:
             self.timeline.memory.settle()
-            count_event(self.counts, event, group)
-            self.timeline.memory.touch(group.name)
+            count_event(self._counts[group], event, group)
+            self.timeline.memory.touch(group)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -142,7 +147,7 @@ class TracedRoot(Feature):
         """Once streams exist, have the groups communicate in a way that tells."""
         for group in self.root.groups:
             streams: Any = getattr(group, "streams", None)
-            if not self._is_traced(group) or streams is None:
+            if group not in self._timeline.names or streams is None:
                 continue
             traced = self._streams.get(group)
             if traced is None or streams is not traced:
@@ -151,9 +156,6 @@ class TracedRoot(Feature):
                 traced = TracedStreams(group, self._timeline, self._recorder.watchers)
                 self._streams[group] = traced
             traced.trace_calls()
-
-    def _is_traced(self, group: ParameterGroup) -> bool:
-        return self._recorder.groups.get(group.name) is group
 
     def forward_begins(self) -> None:
         """A forward begins."""
@@ -167,7 +169,7 @@ class TracedRoot(Feature):
 
     def call_ended(self, call: Call) -> None:
         """A module has run."""
-        self._timeline.leave(call.group.name if self._is_traced(call.group) else None)
+        self._timeline.leave(self._timeline.names.get(call.group))
 
     def backward_begins(self) -> None:
         """A backward begins."""
