@@ -369,7 +369,7 @@ def test_parameters_that_join_later_are_named_or_left_alone(world2: World, tmp_p
     joined = replace(run, optimizer=torch.optim.Adam)
     world2.run(first_half, run)
     assert set(world2.run(refused_with_another, joined)) == {
-        "ValueError: PATH: the optimizer has other parameters; missing in the checkpoint's: inlet.bias. Nothing "
+        "ValueError: PATH: the optimizer has other parameters; not saved: inlet.bias. Nothing "
         "was loaded. strict=False leaves those as they are that are missing."
     }
     assert_same(world2.run(second_half, joined, strict=False), uninterrupted(run), 1e-10)

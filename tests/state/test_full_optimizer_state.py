@@ -287,11 +287,11 @@ def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-RuntimeError: rekey_optimizer_state_dict: group 0 of this optimizer (0.weight, 1.bias) is none of the groups there, which are of [2, 2] parameters. Build the optimizer with the same groups as the one that was saved.
-RuntimeError: rekey_optimizer_state_dict: state of 1.bias, 1.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
-RuntimeError: rekey_optimizer_state_dict: none of its groups has 1.weight, 1.bias, which this optimizer updates. Build the optimizer with the same groups as the one that was saved.
+ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias (2 in all). Nothing was loaded.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias (2 in all). Nothing was loaded.
 RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
-TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: rekey_optimizer_state_dict: optimizer is 'sgd', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -515,11 +515,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
     assert_expected_inline(
         "\n".join(first),
         """\
-RuntimeError: rank 0: load_full_optimizer_state_dict: state of nope.weight, which this optimizer does not update. Build the optimizer with the same groups as the one that was saved.
+ValueError: load_full_optimizer_state_dict: the optimizer has other parameters; saved only: nope.weight. Nothing was loaded.
 RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
-RuntimeError: rank 0: load_full_optimizer_state_dict: group 0 of this optimizer (inlet.weight, blocks.0.up.weight, blocks.0.down.weight, blocks.1.up.weight and 4 more) is none of the groups there, which are of [22] parameters. Build the optimizer with the same groups as the one that was saved.
-RuntimeError: load_full_optimizer_state_dict: inlet.weight (exp_avg) has shape (3,) there, where this optimizer has (7, 7).
-RuntimeError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
+ValueError: load_full_optimizer_state_dict: inlet.weight and inlet.bias share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and here (7, 7), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
+ValueError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
 RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
@@ -529,7 +529,7 @@ RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or 
 RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -561,12 +561,12 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(w
     assert_expected_inline(
         "\n".join(first),
         """\
-RuntimeError: rank 1: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (exp_avg) of shape (3,). Take a step with the optimizer before loading, so that its state shows it.
+ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: rank 1: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
-TypeError: rank 1: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+TypeError: rank 1: load_full_optimizer_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
+TypeError: rank 1: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
 ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",
     )
 
@@ -583,7 +583,7 @@ def test_a_shape_that_says_nothing_of_its_layout_is_refused(world2: World) -> No
     assert first == second
     assert_expected_inline(
         first,
-        """RuntimeError: load_full_optimizer_state_dict: nothing says how state that is not of the shape of its parameter is laid out over ranks: inlet.weight (rows) of shape (7, 1). Take a step with the optimizer before loading, so that its state shows it.""",
+        """ValueError: load_full_optimizer_state_dict: 'rows' of inlet.weight has shape (7, 1), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.""",
     )
 
 

@@ -158,10 +158,10 @@ def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
         "\n".join(first),
         """\
 ValueError: iter_full_parameters: the model has no parameter named nope.
-ValueError: iter_full_parameters: bucket_bytes is 0; pass a number above 0.
+ValueError: iter_full_parameters: bucket_bytes is 0; pass a number of bytes above 0.
 ValueError: iter_full_parameters: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: full_state_dict: 8 parameters are still on the meta device: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.weight, blocks.1.bias, head.weight. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-TypeError: full_state_dict: model is a dict, not an nn.Module.
+TypeError: full_state_dict: model is a dict; pass an nn.Module.
 RuntimeError: Tied: full_state_dict is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.""",
     )
 
@@ -281,11 +281,11 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(world2: World) -> Non
 other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight, which this model does not have (pass strict=False to pass over them).
 too many: RuntimeError: load_full_state_dict: unexpected in the source: extra, which this model does not have (pass strict=False to pass over them).
 other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) in the source, where the model has (1,); blocks.0.weight has shape (5, 6) in the source, where the model has (6, 6).
-another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); and 4 more.
+another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values) and 4 more.
 different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
-a reader that fails: SourceError: OSError: the network is gone
+a reader that fails: RuntimeError: OSError: the network is gone
 forward: RuntimeError: Tied: the model is only partly loaded, because an earlier load failed (OSError: the network is gone). Load a complete checkpoint before the next forward.""",
     )
 

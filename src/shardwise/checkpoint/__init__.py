@@ -5,7 +5,7 @@ load_checkpoint      read one into models and optimizers, in place; returns a Lo
 latest_checkpoint    the newest complete one in a folder
 """
 
-from shardwise.checkpoint.calls import latest_checkpoint
+from shardwise.checkpoint.folders import latest_checkpoint
 from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.pending import PendingSave
 from shardwise.checkpoint.save import save_checkpoint

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
 from shardwise.state.disk import sync
 
@@ -52,6 +53,19 @@ _running: set[str] = set()  # tokens of saves that go on in this process
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`path` as one that has a name: 'run/..' has none of its own."""
     return Path(os.path.abspath(path))
+
+
+def given(caller: str, path: Any) -> Path:
+    """The folder that a call is about."""
+    if path is None and caller == "load_checkpoint":
+        raise TypeError(
+            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
+            "others what it found, and load only if that is a path; and have checkpoints on a file system "
+            "that all hosts share."
+        )
+    check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
+    return absolute(path)
 
 
 @dataclass(frozen=True)
@@ -334,12 +348,38 @@ def numbered(name: str) -> tuple[str, list[Decimal]] | None:
     return (match[1], _parts(match[2])) if match else None
 
 
-def newest(directory: Path) -> Path | None:
-    """The complete checkpoint in `directory` of the highest number.
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
+
+    Newest is the highest number in a name: step-100 after step-90, whatever the dates of files. Of names with
+    several numbers these count from the left: epoch-2-step-100 after epoch-1-step-900. A number may have
+    decimals: epoch-1.5 after epoch-1.25. With more than one point, as in a date, the parts are numbers each.
+    Names without a number are not considered; if there are no others, a warning says so. What an unfinished
+    save has left behind is skipped. Wait for a save with ``keep`` that is still running: it removes older
+    checkpoints.
+
+    Not collective: each rank looks for itself. On a file system that shows hosts old states, they may find
+    different ones. load_checkpoint refuses different paths, but a host that finds none does not call it, and
+    the others wait. There, ask on one rank and send the answer to the others
+    (``torch.distributed.broadcast_object_list``).
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are.
+
+    Returns:
+        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
+        the same name this is the older one, under the name at which it was set aside.
 
     Raises:
-        ValueError: `directory` is one.
+        ValueError: `directory` is itself a checkpoint.
+        PermissionError: this process may not read it.
+
+    Example::
+
+        path = latest_checkpoint("run")
+        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
     """
+    directory = absolute(directory)
     refuse_forbidden(directory)
     if is_complete(directory):
         raise ValueError(
@@ -356,7 +396,7 @@ def newest(directory: Path) -> Path | None:
             f"latest_checkpoint: {directory} has complete checkpoints, but their names do not end in a "
             f"number ({listed(sorted(complete))}), so nothing says which is the newest. Returned None. Save "
             "under names such as step-100, or pass the path of one to load_checkpoint.",
-            stacklevel=3,
+            stacklevel=2,
         )
     return None
 

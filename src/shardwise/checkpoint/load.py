@@ -12,24 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_flags, check_module
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
 from shardwise.checkpoint.manifest import (
     INFO,
     Manifest,
     by_first,
     check_model,
     is_extra_state,
-    nested,
 )
-from shardwise.checkpoint.optimizer_plan import OptimizerPlan, check_optimizers, saved_groups
 from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.checkpoint.reading import check_records, read, read_objects
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
     check_objects,
-    original,
     plan_states,
     rebuilt,
     tensor_places,
@@ -39,16 +36,24 @@ from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
+from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.named_state import (
+    OptimizerOrMany,
     Optimizers,
     StatePath,
     as_optimizers,
-    load_into,
+    kind_of,
     memory_of,
     parameter_names,
-    with_memory,
 )
 from shardwise.state.names import entries_of
+from shardwise.state.optimizer_plan import (
+    OptimizerPlan,
+    SavedState,
+    load_into,
+    plan_optimizers,
+    with_memory,
+)
 from shardwise.torch_compat import dtensor, tensor_impl
 
 
@@ -79,7 +84,8 @@ class Loaded:
 
 
 @monitored
-@in_plain_mode()
+@torch.inference_mode(False)
+@torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -140,7 +146,9 @@ def load_checkpoint(
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
-        place = check_call("load_checkpoint", path, model, flags)
+        place = folders.given("load_checkpoint", path)
+        check_module("load_checkpoint", model)
+        check_flags("load_checkpoint", **flags)
         return place, as_optimizers(optimizer), check_objects(states)
 
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
@@ -167,46 +175,42 @@ def _load(
     _refuse_other_saves(rank_group, manifest)
     rank_group.on_first(manifest.check)
     names = parameter_names(model)
-    ties = {name: tied for tied in names.values() for name in tied}
     wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
     all_names = {name for each in rank_group.distinct(list(wanted), list(wanted)) for name in each}
-    values = rank_group.run_on_all_ranks(
-        lambda: read_objects(manifest, _small_keys(manifest, rank_group.rank, stateful), verify, trust)
-    )
+    small = _small_keys(manifest, rank_group.rank, stateful)
+    values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
-
-    missing, unexpected = rank_group.run_on_all_ranks(
-        lambda: check_model(manifest, wanted, ties, all_names, strict, convert_dtype)
-    )
 
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
             return []
-        groups, kinds = saved_groups(manifest, values), info.get("optimizers")
-        return check_optimizers(manifest, optimizers, names, groups, kinds, strict)
+        saved = _saved_state(manifest, values)
+        _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
+        return plan_optimizers(saved, optimizers, names, strict)
 
-    plans = rank_group.run_on_all_ranks(plan)
-    own = rank_group.run_on_all_ranks(lambda: {name: thing.state_dict() for name, thing in stateful.items()})
+    (missing, unexpected), plans, own = rank_group.run_on_all_ranks(
+        lambda: (
+            check_model(manifest, wanted, names.values(), all_names, strict, convert_dtype),
+            plan(),
+            {name: thing.state_dict() for name, thing in stateful.items()},
+        )
+    )
     places = tensor_places(own)
     everywhere = {place for each in rank_group.distinct(places, places) for place in each}
     state_plans, left = rank_group.run_on_all_ranks(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
-    reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype, missing)
+    reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype)
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
     if any(rank_group.all_gather_objects(is_on_meta(model))):
-        rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", _kept(model, wanted)))
+        coming = [entry.value for entry in entries_of(model) if entry.name in wanted]
+        rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", coming))
         reading.plans = _planned_on_meta(rank_group, model, plan)
         reading.wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
-    _fill(rank_group, reading)
+    _fill(rank_group, reading, is_complete=not missing)
     missing += tuple(f"{STATES}.{name}" for name in left)
     return replace(loaded, missing=missing, unexpected=unexpected)
-
-
-def _kept(model: nn.Module, wanted: dict[str, Any]) -> list[Any]:
-    """The parameters and buffers that states have."""
-    return [entry.value for entry in entries_of(model) if entry.name in wanted]
 
 
 def _planned_on_meta(
@@ -271,10 +275,41 @@ def _small_keys(manifest: Manifest, rank: int, states: Iterable[str]) -> list[st
 def _dict_at(manifest: Manifest, values: dict[str, Any], *start: str) -> dict[str, Any]:
     """What a caller gave as a dict, from the values that were read."""
     found = by_first(manifest.under(*start))
-    return {
-        name: original(nested({place: values[k] for place, k in each.items()}))
-        for name, each in found.items()
-    }
+    return {name: rebuilt({place: values[k] for place, k in each.items()}) for name, each in found.items()}
+
+
+def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
+    """The state of the optimizers; `values` by key, read before."""
+    groups = by_first(manifest.under("optimizer", "param_groups"))
+    if not groups:
+        raise ValueError(
+            f"{manifest.path} holds no optimizer. To start with a fresh one, call load_checkpoint(path, "
+            "model)."
+        )
+
+    def facts(key: str) -> ShapeAndDtype:
+        md = manifest.tensor(key)
+        return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
+
+    return SavedState(
+        str(manifest.path),
+        [rebuilt({place: values[key] for place, key in groups[i].items()}) for i in sorted(groups, key=int)],
+        {
+            name: {place: (key, facts(key)) for place, key in each.items() if place}
+            for name, each in by_first(manifest.under("optimizer", "state")).items()
+        },
+        is_checkpoint=True,
+    )
+
+
+def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[str] | None) -> None:
+    own = list(map(kind_of, optimizers))
+    if saved is not None and not set(own) <= set(saved):
+        raise ValueError(
+            f"{manifest.path} holds the state of {listed(saved)}, and is to be loaded into {listed(own)}. "
+            "The state of one kind of optimizer means nothing to another: build the same, or load the model "
+            "alone."
+        )
 
 
 def _loaded(
@@ -299,7 +334,6 @@ class Reading:
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
     convert_dtype: bool
-    missing: tuple[str, ...]
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""
@@ -317,13 +351,28 @@ class Reading:
             read(self.manifest, tensors, trust=False)
         values = {key: self.values[key] for key in targets.keys() - tensors} | tensors
         with _trying("the model did not take what was read"):
-            _give_model(self.model, {n: each for n, each in self._saved.items() if n in self.wanted}, values)
+            self._give_model(values)
         for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
             with _trying(f"{type(optimizer).__name__} did not take what was read"):
-                _give_optimizer(optimizer, plan, values, self.convert_dtype)
+                loaded = {
+                    number: rebuilt({place: values[key] for place, key in places.items()})
+                    for number, places in plan.state.items()
+                }
+                load_into(optimizer, plan.kept | loaded, plan.groups, self.convert_dtype)
         for state_plan in self.state_plans:
             with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
                 state_plan.give(self.values | values)
+
+    def _give_model(self, values: dict[str, Any]) -> None:
+        """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        state = {
+            name: rebuilt({place: values[key] for place, key in self._saved[name].items()})
+            for name in self.wanted
+            if name in self._saved
+        }
+        set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
 
     def _targets(self) -> dict[str, Tensor | None]:
         """By key: what is read into; None for what is no tensor."""
@@ -389,10 +438,10 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         what += "" if isinstance(error, Warning) else hint
-        raise RuntimeError(f"{what}: {_cause(error)}") from error
+        raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _fill(rank_group: RankGroup, reading: Reading) -> None:
+def _fill(rank_group: RankGroup, reading: Reading, is_complete: bool) -> None:
     """Read into everything. A failure from here on leaves the model partly loaded."""
     try:
         rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
@@ -400,29 +449,5 @@ def _fill(rank_group: RankGroup, reading: Reading) -> None:
         why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
         mark_partly_loaded(reading.model, why)
         raise RuntimeError(why) from error
-    if not reading.missing:  # else what a load before this one has left may still be there
+    if is_complete:  # else what a load before this one has left may still be there
         note_complete_load(reading.model)
-
-
-def _give_model(model: nn.Module, saved: dict[str, Any], values: dict[str, Any]) -> None:
-    """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    state = {name: rebuilt({place: values[k] for place, k in each.items()}) for name, each in saved.items()}
-    set_model_state_dict(model, state, options=StateDictOptions(strict=False))
-
-
-def _give_optimizer(
-    optimizer: torch.optim.Optimizer, plan: OptimizerPlan, values: dict[str, Any], convert_dtype: bool
-) -> None:
-    state = dict(plan.kept)
-    for number, states in plan.state.items():
-        state[number] = {
-            name: nested({place: values[key] for place, key in places.items()})
-            for name, places in states.items()
-        }
-    load_into(optimizer, {number: each for number, each in state.items() if each}, plan.groups, convert_dtype)
-
-
-def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

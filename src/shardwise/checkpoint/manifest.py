@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
-from shardwise.layout.fqns import listed
+from shardwise.layout.fqns import counted, listed
 from shardwise.layout.regions import Region, why_not_covered
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.named_state import StatePath
@@ -98,7 +98,10 @@ class Manifest:
         Raises:
             ValueError: it does not, by file and key.
         """
-        wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+        try:
+            wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+        except Exception as error:  # whatever types it happens to have
+            wrong = [f"{type(error).__name__}: {error}"]
         if wrong:
             raise ValueError(
                 f"{self.path} is damaged: {folders.METADATA} does not agree with itself: {listed(wrong)}. "
@@ -233,33 +236,20 @@ def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
     return found
 
 
-def nested(values: dict[StatePath, Any]) -> Any:
-    """Values by path, nested again in dicts and lists."""
-    if () in values:
-        return values[()]
-    below: dict[str | int, dict[StatePath, Any]] = {}
-    for (first, *rest), value in values.items():
-        below.setdefault(first, {})[tuple(rest)] = value
-    built = {key: nested(each) for key, each in below.items()}
-    if all(isinstance(key, int) for key in built):
-        return [built[index] for index in sorted(built)]
-    return built
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
 def check_model(
     manifest: Manifest,
     wanted: dict[str, Any],
-    ties: dict[str, list[str]],
+    aliases: Iterable[list[str]],
     all_names: set[str],
     strict: bool,
     convert_dtype: bool,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the checkpoint lacks of `wanted`, and what it has beyond `all_names`, those of all ranks.
 
-    `ties`: all names of a tied parameter, by each of them; one of them is enough.
+    `aliases`: all names of each parameter, of which one is enough.
 
     Raises:
         ValueError: shapes or dtypes differ; names differ and `strict` is True.
@@ -272,6 +262,7 @@ def check_model(
             "written by another recipe; read it with torch.distributed.checkpoint, and give it to the model "
             "by hand."
         )
+    ties = {name: tied for tied in aliases for name in tied}
     shapes, dtypes = [], []
     for name, value in wanted.items():
         md = manifest.tensor(saved[name][()]) if () in saved.get(name, {}) else None
@@ -320,12 +311,6 @@ def is_extra_state(name: str) -> bool:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, dict) and not value
-
-
-def counted(names: Iterable[str]) -> str:
-    """The first of `names`, with their number."""
-    names = list(names)
-    return f"{listed(names)} ({len(names)} in all)" if len(names) > 1 else listed(names)
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -2,14 +2,14 @@
 
 Unpickling calls whatever the bytes name. So the names that torch writes stand in a table here, and any other
 is refused. Those of torch's classes do not stand for the classes: what they would be made of is noted down,
-and checked field by field when the real ones are made. That also reads what other versions of torch and
-Python wrote, which add a field or move a class.
+and the real ones are made of it afterwards. That also reads what other versions of torch and Python wrote,
+which add a field or move a class.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -59,7 +59,10 @@ def read_metadata(content: bytes) -> Metadata:
         Untrusted: it names something that is not torch's index.
         Exception: it is not one at all.
     """
-    return _metadata(_Unpickler(io.BytesIO(content)).load())
+    made = _made(_Unpickler(io.BytesIO(content)).load())
+    if not isinstance(made, Metadata):
+        raise TypeError(f"it holds a {type(made).__name__} where a Metadata should be")
+    return made
 
 
 class _Noted:
@@ -105,114 +108,25 @@ class _Unpickler(pickle.Unpickler):
 
 # --- what was noted, made ---------------------------------------------------------------------------
 
-
-def _metadata(noted: Any) -> Metadata:
-    fields = _fields(noted, "Metadata")
-    planner_data, storage_data = fields.get("planner_data"), fields.get("storage_data")
-    return Metadata(
-        state_dict_metadata={
-            _text(key): _tensor(value) if _kind(value) != "BytesStorageMetadata" else BytesStorageMetadata()
-            for key, value in _dict(fields["state_dict_metadata"]).items()
-        },
-        planner_data=None
-        if planner_data is None
-        else {_text(k): _place(v) for k, v in _dict(planner_data).items()},
-        storage_data=None
-        if storage_data is None
-        else {_index(k): _record(v) for k, v in _dict(storage_data).items()},
-        storage_meta=_storage_meta(fields.get("storage_meta")),
-        version=_or_none(_text, fields.get("version")),
-    )
+_MADE = {
+    kind.__name__: kind
+    for kind in (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+} | {"MetadataIndex": MetadataIndex, "StorageMeta": StorageMeta, "_StorageInfo": Record}
 
 
-def _tensor(noted: Any) -> TensorStorageMetadata:
-    fields = _fields(noted, "TensorStorageMetadata")
-    properties = fields["properties"]
-    if _kind(properties) != "TensorProperties" or not isinstance(properties.state, tuple):
-        raise TypeError(f"the properties of a tensor are {_said(properties)}")
-    dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"the dtype of a tensor is {_said(dtype)}")
-    chunks = fields["chunks"]
-    if not isinstance(chunks, list):
-        raise TypeError(f"the chunks of a tensor are {_said(chunks)}")
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype), _size(fields["size"]), [_chunk(c) for c in chunks]
-    )
-
-
-def _chunk(noted: Any) -> ChunkStorageMetadata:
-    fields = _fields(noted, "ChunkStorageMetadata")
-    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
-
-
-def _index(noted: Any) -> MetadataIndex:
-    fields = _fields(noted, "MetadataIndex")
-    offset = _or_none(_size, fields.get("offset"))
-    return MetadataIndex(_text(fields["fqn"]), offset, _or_none(_count, fields.get("index")))
-
-
-def _record(noted: Any) -> Record:
-    fields = _fields(noted, "_StorageInfo")
-    descriptors = fields.get("transform_descriptors")
-    return Record(
-        _text(fields["relative_path"]),
-        _count(fields["offset"]),
-        _count(fields["length"]),
-        None if descriptors is None else [_text(each) for each in descriptors],
-    )
-
-
-def _storage_meta(noted: Any) -> StorageMeta | None:
-    if noted is None:
-        return None
-    return StorageMeta(save_id=_or_none(_text, _fields(noted, "StorageMeta").get("save_id")))
-
-
-def _place(value: Any) -> tuple[str | int, ...]:
-    if not isinstance(value, tuple) or not all(type(part) in (str, int) for part in value):
-        raise TypeError(f"the place of a value is {_said(value)}")
-    return value
-
-
-def _fields(noted: Any, kind: str) -> dict[str, Any]:
-    """The fields of a noted dataclass."""
-    if _kind(noted) != kind:
-        raise TypeError(f"it holds {_said(noted)} where a {kind} should be")
-    return _dict(noted.state[1] if isinstance(noted.state, tuple) else noted.state)  # slots are the second
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, _Noted) else ""
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise TypeError(f"it holds {_said(value)} where a dict should be")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"it holds {_said(value)} where a name should be")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"it holds {_said(value)} where a number should be")
-    return value
-
-
-def _size(value: Any) -> torch.Size:
-    if not isinstance(value, (torch.Size, tuple)):
-        raise TypeError(f"it holds {_said(value)} where a size should be")
-    return torch.Size([_count(each) for each in value])
-
-
-def _or_none(act: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else act(value)
-
-
-def _said(value: Any) -> str:
-    return f"a {type(value).__name__}"
+def _made(value: Any) -> Any:
+    """What was noted, as objects of torch's: with the fields that they have here."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_made, value))
+    if type(value) is dict:
+        return {_made(key): _made(each) for key, each in value.items()}
+    if not isinstance(value, _Noted):
+        return value
+    name = type(value).__name__
+    if name == "TensorProperties":
+        return TensorProperties(dtype=value.state[0])
+    if name not in _MADE:
+        return None  # a path, or the layout of a tensor: nobody asks
+    state = value.state[1] if isinstance(value.state, tuple) else value.state  # slots are the second
+    own = {field.name for field in fields(_MADE[name])}
+    return _MADE[name](**{key: _made(each) for key, each in (state or {}).items() if key in own})

@@ -79,7 +79,7 @@ class PendingSave:
         if self._failure is not None and not self._was_told:
             self._was_told = True
             text = f"the save before this one failed: {self._failure[1]}"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)  # over the frames of two decorators
+            warnings.warn(text, RuntimeWarning, stacklevel=6)  # over the frames of three decorators
 
 
 class Saves:

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.calls import OptimizerOrMany, check_call, in_plain_mode
 from shardwise.checkpoint.manifest import (
     HAS_DIGESTS,
     INFO,
@@ -37,6 +38,7 @@ from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
 from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
+    OptimizerOrMany,
     as_optimizers,
     kind_of,
     parameter_names,
@@ -49,7 +51,8 @@ from shardwise.state.names import parameters_of
 
 
 @monitored
-@in_plain_mode()
+@torch.inference_mode(False)
+@torch.no_grad()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -115,8 +118,13 @@ def save_checkpoint(
     saves = saves_of(rank_group)
     if saves.last is not None:
         saves.last.end_before_next()
-    flags = {"asynchronous": asynchronous}
-    place = rank_group.run_on_all_ranks(lambda: check_call("save_checkpoint", path, model, flags))
+
+    def check() -> Path:
+        check_module("save_checkpoint", model)
+        check_flags("save_checkpoint", asynchronous=asynchronous)
+        return folders.given("save_checkpoint", path)
+
+    place = rank_group.run_on_all_ranks(check)
     state, wholes = rank_group.run_on_all_ranks(
         lambda: (
             _state(rank_group, place, model, optimizer, states, shared, per_rank, keep),
@@ -126,10 +134,11 @@ def save_checkpoint(
     told = {
         "path": str(place),
         "keep": keep,
+        "asynchronous": asynchronous,
         "optimizer": "optimizer" in state,
         "states": list(state[STATES]),
     }
-    rank_group.agree("save_checkpoint", told | flags)
+    rank_group.agree("save_checkpoint", told)
     _compare_and_join(rank_group, state, wholes)
     if not rank_group.is_first:  # rank 0's are written
         del state["shared"], state[INFO]
@@ -161,8 +170,7 @@ def _state(
 
     if not path.name or path.name.startswith("."):
         raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
+    check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
             f"save_checkpoint: keep={keep} of {path.name}: keep counts from 1, and needs names that end in a "

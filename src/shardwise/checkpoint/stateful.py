@@ -108,7 +108,7 @@ def warn_of_objects(state: Mapping[str, Any]) -> None:
             f"save_checkpoint: {listed(found)} can only be loaded with trust=True, since making such objects "
             "can run any code. Save tensors and plain values: of a numpy array, torch.from_numpy(array) or "
             "array.tolist().",
-            stacklevel=9,  # to the caller's line, over an agreement of ranks and the frames of two decorators
+            stacklevel=10,  # to the caller's line, over an agreement of ranks and three decorators
         )
 
 

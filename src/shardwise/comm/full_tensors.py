@@ -11,7 +11,7 @@ a time into a staging buffer, from which each rank's rows are copied to where th
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import typed_range
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import Finish, waiting_for
-from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split, cuts_in_order
-from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import own_rank
+from shardwise.ranks.packing import in_messages, num_packed_bytes, views_in
 from shardwise.torch_compat import c10d, dtensor
 
 STAGING_BYTES = 8 << 20
@@ -131,8 +129,9 @@ def gather_full(
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
-        for batch in _ranges(parts, max(1, staging_bytes)):
-            _gather_staged(route, batch)
+        items = ((part, part.split.largest[0], part.row_bytes) for part in parts if part.split.numel)
+        for some in in_messages(items, staging_bytes // parts[0].split.num_parts):
+            _gather_staged(route, some)
     return result
 
 
@@ -211,74 +210,43 @@ def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Ten
 
 @dataclass(frozen=True, eq=False)
 class _StagedRows:
-    """A tensor on its way through the staging buffer, and which rows of the largest part are there."""
+    """A tensor on its way through the staging buffer."""
 
     local: Tensor
     full: Tensor | None
     split: Split
     dtype: torch.dtype
-    start: int = 0
-    rows: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of it."""
+        """Bytes of one row of the largest part."""
         return prod(self.split.largest[1:]) * self.dtype.itemsize
 
-    @property
-    def num_bytes(self) -> int:
-        """What each rank sends of it, padding included."""
-        return round_up(self.rows * self.row_bytes, ALIGNMENT)
 
-    def region(self, coordinate: Sequence[int]) -> Region:
-        """Where the rows of the rank at ``coordinate`` belong in the full tensor."""
-        return self.split.region(coordinate).rows(self.start, self.start + self.rows)
+def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) -> None:
+    """Gather rows of parts, packed, and copy them to where they belong.
 
-
-def _ranges(parts: Sequence[_StagedRows], limit: int) -> Iterator[list[_StagedRows]]:
-    """Parts, cut by rows where they are large, that fit together in staging of ``limit`` bytes."""
-    batch: list[_StagedRows] = []
-    left = limit
-    for part in parts:
-        world, start, end = part.split.num_parts, 0, part.split.largest[0]
-        while start < end and part.row_bytes:
-            fitting = left // (world * part.row_bytes)
-            if fitting < min(end - start, 1) and batch:
-                yield batch
-                batch, left = [], limit
-                continue
-            rows = min(end - start, max(1, fitting))
-            batch.append(replace(part, start=start, rows=rows))
-            left -= world * batch[-1].num_bytes
-            start += rows
-    if batch:
-        yield batch
-
-
-def _gather_staged(route: _Route, parts: Sequence[_StagedRows]) -> None:
-    """Gather the rows of ``parts``, packed, and copy them to where they belong."""
-    own = torch.empty(sum(part.num_bytes for part in parts), dtype=torch.uint8, device=route.device)
-    offset = 0
-    for part in parts:
-        rows = part.local[part.start : part.start + part.rows]
-        _typed(own, offset, rows.shape, part.dtype).copy_(rows)
-        offset += part.num_bytes
-    split = parts[0].split
+    Each rank sends as much as the one with the largest part.
+    """
+    forms = [((end - start, *part.split.largest[1:]), part.dtype) for part, start, end in some]
+    own = torch.empty(num_packed_bytes(forms), dtype=torch.uint8, device=route.device)
+    for view, (part, start, end) in zip(views_in(own, forms), some, strict=True):
+        rows = part.local[start:end]
+        _corner(view, rows.shape).copy_(rows)
+    split = some[0][0].split
     whole = route.gather(own, split.mesh_dims)
     route.wait()
     if whole is None or not route.receives:
         return
     for sent, coordinate in zip(whole.view(split.num_parts, -1), split.coordinates(), strict=True):
-        offset = 0
-        for part in parts:
-            region = part.region(coordinate)
+        for view, (part, start, end) in zip(views_in(sent, forms), some, strict=True):
+            region = part.split.region(coordinate).rows(start, end)
             assert part.full is not None
-            part.full[region.slices].copy_(_typed(sent, offset, region.sizes, part.dtype))
-            offset += part.num_bytes
+            part.full[region.slices].copy_(_corner(view, region.sizes))
 
 
-def _typed(buffer: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return typed_range(buffer, offset, offset + prod(shape) * dtype.itemsize, dtype).view(shape)
+def _corner(view: Tensor, sizes: Sequence[int]) -> Tensor:
+    return view[tuple(slice(size) for size in sizes)]
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.arguments import check_module, check_type
+from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
@@ -99,7 +100,7 @@ def materialize(
         torch.manual_seed(0)
         materialize(model)
     """
-    _check_module(model, "materialize")
+    check_module("materialize", model)
 
     def look() -> Inventory:
         inventory = Inventory(model, _check_arguments(model, init_fn, device))
@@ -161,7 +162,7 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
         sync_module_states(model)
         fully_shard(model)
     """
-    _check_module(model, "sync_module_states")
+    check_module("sync_module_states", model)
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
     check = partial(_check_syncable, model, src)
@@ -209,11 +210,11 @@ def check_replicas(model: nn.Module) -> None:
 
         check_replicas(model)  # every thousand steps, say
     """
-    _check_module(model, "check_replicas")
+    check_module("check_replicas", model)
     named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
 
     def check() -> None:
-        _module_states_at_rest(model, "check_replicas")
+        module_states_at_rest("check_replicas", model)
         _refuse_meta(named, "check_replicas")
 
     run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
@@ -222,11 +223,8 @@ def check_replicas(model: nn.Module) -> None:
 
 
 def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(
-            f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
-        )
-    _module_states_at_rest(model, "materialize")
+    check_type("materialize", "init_fn", init_fn, "a function of a module", Callable, type(None))
+    module_states_at_rest("materialize", model)
     drawn_on = None if device is None else torch.device(device)
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
@@ -287,16 +285,9 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 # --- small things ---------------------------------------------------------------------------------
 
 
-def _check_module(model: Any, caller: str) -> None:
-    """The one thing that ranks cannot agree about: nothing says with whom."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: {type(model).__name__} is not an nn.Module.")
-
-
 def _check_syncable(model: nn.Module, src: Any) -> None:
-    if isinstance(src, bool) or not isinstance(src, int):
-        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
-    for module_state in _module_states_at_rest(model, "sync_module_states"):
+    check_type("sync_module_states", "src", src, "a global rank", int)
+    for module_state in module_states_at_rest("sync_module_states", model):
         if module_state.group.unsharded.state is not SHARDED:
             module_state.root.hand_over(module_state.group, "sync_module_states")
     for name, tensor in named_tensors(model):
@@ -331,15 +322,6 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
         )
     if any(tensor.is_meta for _, tensor in named):
         give_memory(model)
-
-
-def _module_states_at_rest(model: Any, caller: str) -> list[ModuleState]:
-    """The groups in ``model``, which need not have any, none of them at work."""
-    module_states = sharded_module_states(model)
-    for module_state in module_states:
-        module_state.root.refuse_at_work(caller, module_state.group)
-        module_state.group.refuse_if_summoned(f"{caller}()")
-    return module_states
 
 
 def _refuse_meta(named: list[Named], caller: str) -> None:

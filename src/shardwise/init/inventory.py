@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.managed_modules import owner_of
-from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all
-from shardwise.layout.fqns import listed, names_in
+from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all, sites_in
+from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.ranks.model_ranks import mesh_device
-from shardwise.setup.discovery import joined
 from shardwise.setup.validation import class_name
 from shardwise.torch_compat import nn_modules
 
@@ -31,12 +30,14 @@ class Inventory:
         self.drawn_on = drawn_on or self.device or torch.device("cpu")
         self.placeholders: dict[int, Placeholder] = {}
         self._add_sharded()
-        sharded = set(self.placeholders)
-        for module in self.names:
-            self._add_plain(module, sharded)
+        self._add_plain()
         self._add_neighbours()
         self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
-        self.todo = [module for module in _children_first(model) if self._is_empty(module)]
+        self.todo = [
+            module
+            for module in _children_first(model)
+            if any(tensor.is_meta for _, tensor in sites_in([module]))
+        ]
 
     def _add_sharded(self) -> None:
         for group in self.groups:
@@ -52,40 +53,25 @@ class Inventory:
                         param.fqn, param.sharded, bucket.storage.device, param, had_values, sites
                     )
 
-    def _add_plain(self, module: nn.Module, sharded: set[int]) -> None:
+    def _add_plain(self) -> None:
         """Tensors that no group has, or that their group leaves alone."""
-        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
-            for name, tensor in entries.items():
-                if (
-                    tensor is None
-                    or id(tensor) in sharded
-                    or not tensor.is_meta
-                    or nn.parameter.is_lazy(tensor)
-                ):
-                    continue
-                fqn = joined(self.names[module], name)
-                home = self.device or self.drawn_on
-                placeholder = self.placeholders.setdefault(id(tensor), Placeholder(fqn, tensor, home))
-                placeholder.sites.append(TensorSite(module, entries, name))
+        sharded = set(self.placeholders)
+        for site, tensor in sites_in(self.names):
+            if tensor.is_meta and id(tensor) not in sharded:
+                self._add(site, tensor, self.device or self.drawn_on, had_values=False)
 
     def _add_neighbours(self) -> None:
         """Plain tensors with values in modules that have others without: their init will write to both."""
         beside = {site.module for f in self.placeholders.values() if f.is_empty for site in f.sites}
-        for module in self.names:
-            if module not in beside:
-                continue
-            for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
-                for name, tensor in entries.items():
-                    if tensor is None or tensor.is_meta or id(tensor) in self.placeholders:
-                        continue
-                    fqn = joined(self.names[module], name)
-                    kept = Placeholder(fqn, tensor, tensor.device, None, True)
-                    kept.sites.append(TensorSite(module, entries, name))
-                    self.placeholders[id(tensor)] = kept
+        known = set(self.placeholders)
+        for site, tensor in sites_in(module for module in self.names if module in beside):
+            if not tensor.is_meta and id(tensor) not in known:
+                self._add(site, tensor, tensor.device, had_values=True)
 
-    def _is_empty(self, module: nn.Module) -> bool:
-        own = [*nn_modules.parameters(module).values(), *nn_modules.buffers(module).values()]
-        return any(t is not None and t.is_meta and not nn.parameter.is_lazy(t) for t in own)
+    def _add(self, site: TensorSite, tensor: Tensor, home: torch.device, had_values: bool) -> None:
+        fqn = joined(self.names[site.module], site.name)
+        new = Placeholder(fqn, tensor, home, None, had_values)
+        self.placeholders.setdefault(id(tensor), new).sites.append(site)
 
     def visits(self) -> Iterator["Visit"]:
         """The modules to initialise; neighbours of one group are one visit."""
@@ -149,8 +135,7 @@ class Visit:
             for each in self._groups_of(placeholders):
                 each.adopt_when_moved()
         if problems:
-            more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
-            raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
+            raise RuntimeError(f"materialize: {listed(problems, 4, ' ')}")
 
     def _placeholders(self, group: ParameterGroup | None) -> list[Placeholder]:
         """The tensors to show: those that the modules own, and those of their group inside them."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.init.placeholders import TensorSite, become_parameter, refresh_lists
+from shardwise.init.placeholders import TensorSite, become_parameter, refresh_lists, sites_in
 from shardwise.layout.fqns import clean, listed
 from shardwise.ranks.model_ranks import device_of_model
 from shardwise.setup.validation import groups_in
@@ -62,13 +62,9 @@ def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
     """Give memory to parameters without a group (ignored, or outside sharded modules), and to buffers."""
     sharded = {id(param.sharded) for group in groups_in(model) for param in group.shards.params}
     sites: dict[int, tuple[Tensor, list[TensorSite]]] = {}
-    for module in model.modules():
-        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
-            for name, tensor in entries.items():
-                if tensor is None or id(tensor) in sharded or nn.parameter.is_lazy(tensor):
-                    continue
-                if tensor.is_meta:
-                    sites.setdefault(id(tensor), (tensor, []))[1].append(TensorSite(module, entries, name))
+    for site, tensor in sites_in(model.modules()):
+        if tensor.is_meta and id(tensor) not in sharded:
+            sites.setdefault(id(tensor), (tensor, []))[1].append(site)
     for tensor, places in sites.values():
         memory = _memory_like(tensor, device)
         if isinstance(tensor, nn.Parameter):

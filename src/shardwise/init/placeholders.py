@@ -7,7 +7,7 @@ of an optimizer that has it already:
     module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,15 @@ class TensorSite:
     module: nn.Module
     entries: dict[str, Any]
     name: str
+
+
+def sites_in(modules: Iterable[nn.Module]) -> Iterator[tuple[TensorSite, Tensor]]:
+    """The parameters and buffers that ``modules`` have registered, but for lazy ones."""
+    for module in modules:
+        for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
+            for name, tensor in entries.items():
+                if tensor is not None and not nn.parameter.is_lazy(tensor):
+                    yield TensorSite(module, entries, name), tensor
 
 
 @dataclass(eq=False)

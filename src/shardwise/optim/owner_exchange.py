@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,19 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import typed_range
 from shardwise.comm.full_tensors import sharding_of
 from shardwise.comm.streams import Finish, nothing, waiting_for
-from shardwise.layout.chunks import round_up
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split
-from shardwise.layout.slots import ALIGNMENT
 from shardwise.optim.owners import Block, BlockCost, BlockKey, BlockPiece, OwnerPlan, Pieces, Placed, Round
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import gather_from_all, own_rank
+from shardwise.ranks.packing import Form, num_packed_bytes, views_in
 from shardwise.torch_compat import c10d, dtensor, foreach
 
 T = TypeVar("T")
@@ -383,13 +380,13 @@ class _RankExchange:
         _copy(targets(own), [value for piece in own for value in values(piece)])
         if not current.travels_there:
             return nothing, stacks
-        send = self._packed(current.sent_there, values, self._dtypes_there)
-        received, wait = self._exchanged(send, current.sent_there, current.received_there, self._dtypes_there)
+        received, wait = self._exchanged(
+            current.sent_there, current.received_there, values, self._dtypes_there
+        )
 
         def finish() -> None:
             wait()
-            pieces = self._of_others(current.received_there)
-            _copy(targets(pieces), _unpacked(received, pieces, self._dtypes_there))
+            _copy(targets(self._of_others(current.received_there)), received)
 
         return finish, stacks
 
@@ -425,11 +422,13 @@ class _RankExchange:
             return (result_of[piece.block.key][piece.in_block],)
 
         own = current.sent_back[self.own]
-        received, wait = None, nothing
+        others: list[BlockPiece] = []
+        received: list[Tensor] = []
+        wait = nothing
         if current.travels_back:
-            send = self._packed(current.sent_back, values, self._dtypes_back)
+            others = self._of_others(current.received_back)
             received, wait = self._exchanged(
-                send, current.sent_back, current.received_back, self._dtypes_back
+                current.sent_back, current.received_back, values, self._dtypes_back
             )
 
         def finish() -> None:
@@ -437,10 +436,8 @@ class _RankExchange:
             for piece in own:
                 dtype = self._travels[piece.block.key.tensor].back
                 write(piece.block, piece.in_local, values(piece)[0].to(dtype))
-            if received is not None:
-                others = self._of_others(current.received_back)
-                for piece, part in zip(others, _unpacked(received, others, self._dtypes_back), strict=True):
-                    write(piece.block, piece.in_local, part)
+            for piece, part in zip(others, received, strict=True):
+                write(piece.block, piece.in_local, part)
 
         return finish
 
@@ -454,30 +451,29 @@ class _RankExchange:
         """The pieces that travel, in the order in which they are packed."""
         return [piece for member, some in enumerate(pieces) if member != self.own for piece in some]
 
-    def _packed(
-        self, pieces: Pieces, values: Callable[[BlockPiece], Sequence[Tensor]], dtypes: "_Dtypes"
-    ) -> Tensor:
-        """What goes to other ranks, one rank's after another's."""
-        travelling = self._of_others(pieces)
-        buffer = torch.empty(_num_bytes(travelling, dtypes), dtype=torch.uint8, device=self.ranks.device)
-        _copy(
-            _unpacked(buffer, travelling, dtypes), [value for piece in travelling for value in values(piece)]
-        )
-        return buffer
-
     def _exchanged(
-        self, send: Tensor, sent: Pieces, expected: Pieces, dtypes: "_Dtypes"
-    ) -> tuple[Tensor, Finish]:
-        """Start an exchange; the tensor is complete once it was waited for."""
+        self,
+        sent: Pieces,
+        expected: Pieces,
+        values: Callable[[BlockPiece], Sequence[Tensor]],
+        dtypes: "_Dtypes",
+    ) -> tuple[list[Tensor], Finish]:
+        """Start an exchange with the other ranks; what was received is complete once it was waited for."""
+
+        def forms(pieces: Sequence[BlockPiece]) -> list[Form]:
+            return [(piece.shape, dtype) for piece in pieces for dtype in dtypes(piece)]
 
         def sizes(pieces: Pieces) -> list[int]:
-            return [0 if i == self.own else _num_bytes(some, dtypes) for i, some in enumerate(pieces)]
+            return [0 if i == self.own else num_packed_bytes(forms(some)) for i, some in enumerate(pieces)]
 
-        expected_sizes = sizes(expected)
-        received = send.new_empty(sum(expected_sizes))
+        sizes_sent, sizes_expected = sizes(sent), sizes(expected)
+        travelling = self._of_others(sent)
+        send = torch.empty(sum(sizes_sent), dtype=torch.uint8, device=self.ranks.device)
+        _copy(views_in(send, forms(travelling)), [value for piece in travelling for value in values(piece)])
+        received = send.new_empty(sum(sizes_expected))
         (axis,) = self.ranks.axes
         work = dist.all_to_all_single(
-            received, send, expected_sizes, sizes(sent), group=axis.pg, async_op=True
+            received, send, sizes_expected, sizes_sent, group=axis.pg, async_op=True
         )
         wait = waiting_for([work])
 
@@ -486,7 +482,7 @@ class _RankExchange:
             wait()
             del send  # it had to live as long
 
-        return received, finish
+        return views_in(received, forms(self._of_others(expected))), finish
 
 
 def _raise(problem: Exception | None) -> None:
@@ -510,23 +506,6 @@ class _ReadOnce:
 
 _Dtypes = Callable[[BlockPiece], Sequence[torch.dtype]]
 """Of what travels of a piece."""
-
-
-def _num_bytes(pieces: Sequence[BlockPiece], dtypes: _Dtypes) -> int:
-    return sum(
-        round_up(prod(piece.shape) * dtype.itemsize, ALIGNMENT) for piece in pieces for dtype in dtypes(piece)
-    )
-
-
-def _unpacked(buffer: Tensor, pieces: Sequence[BlockPiece], dtypes: _Dtypes) -> list[Tensor]:
-    """What is in a buffer, piece by piece."""
-    found, start = [], 0
-    for piece in pieces:
-        for dtype in dtypes(piece):
-            size = prod(piece.shape) * dtype.itemsize
-            found.append(typed_range(buffer, start, start + size, dtype).view(piece.shape))
-            start += round_up(size, ALIGNMENT)
-    return found
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -561,16 +540,6 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         for index, group in enumerate(groups)
         for place, name in enumerate(names_in(group))
     ]
-
-
-def check_batch_bytes(caller: str, batch_bytes: Any) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        ValueError: for ``caller``.
-    """
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
-        raise ValueError(f"{caller}: batch_bytes is {batch_bytes!r}; pass a number of bytes above 0.")
 
 
 def check_divisible(tensor: Tensor, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_bytes
 from shardwise.layout.mesh import device_of
 from shardwise.layout.regions import Region
 from shardwise.optim.owner_exchange import (
@@ -19,7 +20,6 @@ from shardwise.optim.owner_exchange import (
     RoundKey,
     Stack,
     Travel,
-    check_batch_bytes,
     check_divisible,
     form_of,
     known_name,
@@ -126,7 +126,7 @@ class WholeMatrices:
     ) -> None:
         if names is None:
             names = [known_name(tensor) or f"tensor {i}" for i, tensor in enumerate(tensors)]
-        check_batch_bytes("WholeMatrices", batch_bytes)
+        check_bytes("WholeMatrices", "batch_bytes", batch_bytes)
         if dtype is None:
             dtype = tensors[0].dtype if len(tensors) else torch.float32
         blocks = row_blocks or {}

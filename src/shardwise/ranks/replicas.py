@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import listed_ranks
+from shardwise.layout.fqns import listed, listed_ranks
 from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, ranks_along
 from shardwise.ranks.model_ranks import Broadcast, gather_from_all
+from shardwise.ranks.packing import in_messages, num_packed_bytes, views_in
 from shardwise.torch_compat import c10d, dtensor, tensor_impl
 
 Named = tuple[str, Tensor]
@@ -280,10 +281,8 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
 
 
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
-    first, *rest = findings.names
-    more = f" and {len(rest)} more" if rest else ""
     others, as_first = listed_ranks(findings.others), listed_ranks(findings.as_first)
-    return f"{first}{more}: {of_these} {others} {on_ranks} {as_first}"
+    return f"{listed(findings.names, 1)}: {of_these} {others} {on_ranks} {as_first}"
 
 
 def message_on_copies(findings: Findings) -> str:
@@ -380,34 +379,19 @@ def broadcast_tensors(tensors: Sequence[Tensor], broadcast: Broadcast, device: t
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Buffers on ``device`` packed from ``tensors``; what the caller writes there goes back to them."""
-    # Widest elements first, so that each tensor starts at a multiple of its element size.
-    ordered = sorted((t.detach() for t in tensors), key=lambda tensor: -tensor.itemsize)
-    batch: list[Tensor] = []
-    room = PACKED_BYTES
-    for tensor in ordered:
-        flat = tensor.contiguous().view(-1)
-        for piece in flat.split(max(1, PACKED_BYTES // tensor.itemsize)):
-            if piece.numel() * piece.itemsize > room:
-                yield from _exchanged(batch, device)
-                batch, room = [], PACKED_BYTES
-            batch.append(piece)
-            room -= piece.numel() * piece.itemsize
-        if not tensor.is_contiguous():
-            yield from _exchanged(batch, device)
-            batch, room = [], PACKED_BYTES
-            tensor.copy_(flat.view(tensor.shape))
-    yield from _exchanged(batch, device)
-
-
-def _exchanged(pieces: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    sizes = [piece.numel() * piece.itemsize for piece in pieces]
-    if not sum(sizes):
-        return
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    parts = buffer.split(sizes)
-    for piece, part in zip(pieces, parts, strict=True):
-        part.copy_(piece.view(torch.uint8))
-    yield buffer
-    for piece, part in zip(pieces, parts, strict=True):
-        piece.copy_(part.view(piece.dtype))
+    """Messages on ``device`` packed from ``tensors``; what the caller writes there goes back to them."""
+    flats = ((tensor.detach(), tensor.detach().contiguous().view(-1)) for tensor in tensors)
+    items = ((each, each[1].numel(), each[1].itemsize) for each in flats if each[1].numel())
+    for some in in_messages(items, PACKED_BYTES):
+        pieces = [flat[start:end] for (_, flat), start, end in some]
+        forms = [(piece.shape, piece.dtype) for piece in pieces]
+        message = torch.empty(num_packed_bytes(forms), dtype=torch.uint8, device=device)
+        views = views_in(message, forms)
+        for piece, view in zip(pieces, views, strict=True):
+            view.copy_(piece)
+        yield message
+        for piece, view in zip(pieces, views, strict=True):
+            piece.copy_(view)
+        for (tensor, flat), _, end in some:
+            if end == len(flat) and not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.arguments import check_flags, check_number, check_rank
 from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
@@ -123,11 +124,7 @@ def unsharded(
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads}
 
     def check() -> dict[ModuleState, SummonOptions]:
-        for name, value in {**flags, "offload_to_cpu": offload_to_cpu}.items():
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"unsharded: {name} is {value!r}, a {type(value).__name__}; pass True or False."
-                )
+        check_flags("unsharded", **flags, offload_to_cpu=offload_to_cpu)
         if rank0_only and writeback:
             raise ValueError(
                 "unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write "
@@ -170,10 +167,7 @@ def unsharded(
 
 
 def _check_source(src_rank: Any, module_states: list[ModuleState], writeback: bool, with_grads: bool) -> None:
-    if isinstance(src_rank, bool) or not isinstance(src_rank, int):
-        raise TypeError(
-            f"unsharded: src_rank is {src_rank!r}, a {type(src_rank).__name__}; pass a global rank, or None."
-        )
+    check_rank("unsharded", "src_rank", src_rank)
     if not writeback or with_grads:
         raise ValueError(
             "unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads "
@@ -240,13 +234,9 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     """
 
     def check() -> list[ModuleState]:
-        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
-            raise TypeError(
-                f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a "
-                "number of bytes, or None for no limit."
-            )
-        if budget_bytes is not None and budget_bytes < 0:
-            raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
+        if budget_bytes is not None:
+            wanted = "a number of bytes, 0 or more, or None for no limit"
+            check_number("inference", "budget_bytes", budget_bytes, wanted, above=-1)
         module_states = _module_states_to_change(model, "inference")
         for module_state in module_states:
             module_state.group.refuse_if_summoned("inference()")
@@ -277,12 +267,13 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> list[ModuleState]:
     """The states of the modules that a context acts on; raises if one is in a forward or backward."""
-    if isinstance(module, nn.Module) and not recurse and not is_sharded(module):
+    module_states = states_to_use(caller, module)
+    if not recurse and not is_sharded(module):
         raise ValueError(
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
             "Pass a sharded module, or recurse=True."
         )
-    module_states = states_to_use(caller, module)[: None if recurse else 1]
+    module_states = module_states if recurse else module_states[:1]
     for module_state in module_states:
         module_state.root.refuse_at_work(caller, module_state.group)
     return module_states

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_floating
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.layout.fqns import listed
-from shardwise.state.names import check_at_rest, check_idle, parameters_of
+from shardwise.state.names import check_at_rest, parameters_of
 from shardwise.torch_compat import dtensor, foreach
 
 
@@ -52,8 +54,7 @@ class EMA:
         check_at_rest(model, "EMA")
         if not callable(decay):
             _checked(decay)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"EMA: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+        check_floating("EMA", dtype)
         self._model = model
         self._decay = decay
         self._is_swapped = False
@@ -74,7 +75,7 @@ class EMA:
                 EMA was made, and no longer is.
         """
         self._refuse_swapped("update()")
-        check_idle(self._model, "EMA.update")
+        module_states_at_rest("EMA.update", self._model)
         params = _averaged(self._model)
         self._refuse_unfrozen(params)
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
@@ -100,7 +101,7 @@ class EMA:
             RuntimeError: inside another ``swap()``, or in a forward or backward.
         """
         self._refuse_swapped("another swap()")
-        check_idle(self._model, "EMA.swap")
+        module_states_at_rest("EMA.swap", self._model)
         averages, weights = self._pairs(_averaged(self._model))
         with torch.inference_mode(False), torch.no_grad():
             own = [weight.clone() for weight in weights]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_bytes, check_floating, check_type
 from shardwise.comm.full_tensors import batches, gather_full
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
@@ -118,16 +119,9 @@ class _File:
 
 
 def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
-    if not isinstance(directory, (str, PathLike)):
-        raise TypeError(
-            f"save_safetensors: directory is {directory!r:.80}; pass a folder, as a str or a Path."
-        )
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
-        raise ValueError(
-            f"save_safetensors: max_shard_bytes is {max_shard_bytes!r}; pass a number of bytes above 0."
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"save_safetensors: dtype is {dtype!r}; pass a floating-point dtype, or None.")
+    check_type("save_safetensors", "directory", directory, "a folder, as a str or a Path", str, PathLike)
+    check_bytes("save_safetensors", "max_shard_bytes", max_shard_bytes)
+    check_floating("save_safetensors", dtype)
     if not isinstance(metadata, Mapping | None) or not all(
         isinstance(text, str) for pair in (metadata or {}).items() for text in pair
     ):

@@ -6,18 +6,17 @@ alone would leave the others waiting for it.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shardwise.arguments import check_flags, check_module, check_rank
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
-from shardwise.fsdp_module.arguments import check_flags
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
-from shardwise.layout.fqns import clean
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
@@ -27,12 +26,13 @@ from shardwise.state.loading import (
     LoadTargets,
     Pairs,
     ShapeAndDtype,
+    by_name,
     load_everywhere,
     load_from_one,
     of_mapping,
 )
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import StateEntry, check_idle, check_rank, entries_of
+from shardwise.state.names import StateEntry, entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")
@@ -94,86 +94,62 @@ def load_full_state_dict(
         load_full_state_dict(model, torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None)
         load_full_state_dict(model, "path/to/hugging-face-model")
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{CALLER}: model is a {type(model).__name__}, not an nn.Module.")
+    check_module(CALLER, model)
     load = _Load(model, src_rank, strict, convert_dtype)
     with ExitStack() as files:
         if src_rank is None:
-            return load.everywhere(lambda: _opened(source, files))
+            return load.everywhere(lambda: _opened(_in_form(source), files))
         broadcast = Broadcast(load.axes, src_rank, load.device)
-        offer = broadcast.object(_Offer.of(source) if broadcast.is_source else None)
-        if offer.paths is not None:
-            return load.everywhere(lambda: _opened(offer.paths, files))
-        return load.from_one(offer, source, broadcast)
+        own, offer = _offer_of(source) if broadcast.is_source else (None, None)
+        offer = broadcast.object(offer)
+        if isinstance(offer, list):
+            return load.everywhere(lambda: _opened(offer, files))
+        return load.from_one(offer, own, broadcast)
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What the rank with the source tells the others before anything is read.
-
-    One of: the ``paths`` of files; the ``facts`` of a dict; why it is of no use (``error``); or nothing, of
-    an iterable.
-    """
-
-    paths: list[str] | None = None
-    facts: dict[str, ShapeAndDtype] | None = None
-    error: str | None = None
-
-    @classmethod
-    def of(cls, source: Any) -> "_Offer":
-        """Describe ``source``. Never raises: the other ranks wait for it."""
-        try:
-            if _is_files(source):
-                every = [source] if isinstance(source, (str, PathLike)) else list(source)
-                return cls(paths=[fspath(path) for path in every])
-            if isinstance(source, Mapping):
-                return cls(facts=dict(of_mapping(source).facts))
-            _check_iterable(source)
-        except Exception as error:
-            return cls(error=str(error) or type(error).__name__)
-        return cls()
-
-
-def _is_files(source: Any) -> bool:
+def _in_form(source: Any) -> list[str] | dict[str, Any] | Pairs:
+    """Paths of files, full values by names, or pairs that come one by one."""
     if isinstance(source, (str, PathLike)):
-        return True
-    return isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], (str, PathLike))
-
-
-def _opened(source: Any, files: ExitStack) -> FullSource:
-    """Open a source that every rank has."""
-    if _is_files(source):
-        every = [source] if isinstance(source, (str, PathLike)) else source
-        opened = ModelFiles(every[0] if len(every) == 1 else every)
-        files.callback(opened.close)
-        return opened.whole()
-    return of_mapping(source if isinstance(source, Mapping) else dict(_as_pairs(source)))
-
-
-def _as_pairs(source: Any) -> Pairs:
-    """Name and value one after the other, with a message where something else comes."""
+        return [fspath(source)]
+    if isinstance(source, (list, tuple)) and source and isinstance(source[0], (str, PathLike)):
+        return [fspath(path) for path in source]
     if isinstance(source, Mapping):
-        yield from source.items()
-        return
-    _check_iterable(source)
-    for item in source:
-        _check_pair(item)
-        yield item
-
-
-def _check_iterable(source: Any) -> None:
+        return by_name(source.items())
     if not isinstance(source, Iterable):
         raise TypeError(
             f"{CALLER}: source is of type {type(source).__name__} on the rank it is read from; pass a dict "
             "of full tensors, an iterable of (name, tensor), or the path of safetensors files."
         )
-    for item in source if isinstance(source, (list, tuple)) else ():
-        _check_pair(item)
+    pairs = map(_checked_pair, source)
+    return by_name(pairs) if isinstance(source, (list, tuple)) else pairs
 
 
-def _check_pair(item: Any) -> None:
+def _checked_pair(item: Any) -> tuple[str, Any]:
     if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
         raise TypeError(f"{CALLER}: source gave something of type {type(item).__name__}, not (name, tensor).")
+    return item
+
+
+def _offer_of(source: Any) -> tuple[Any, Any]:
+    """The source in its form, and what its rank tells the others of it before anything is read: paths of
+    files, what is known of the values, None of pairs that are to come, or why it is of no use.
+
+    Never raises: the other ranks wait for it.
+    """
+    try:
+        own = _in_form(source)
+        if isinstance(own, dict):
+            return own, {name: ShapeAndDtype.of(value) for name, value in own.items()}
+        return own, own if isinstance(own, list) else None
+    except Exception as error:
+        return None, str(error) or type(error).__name__
+
+
+def _opened(own: list[str] | dict[str, Any] | Pairs, files: ExitStack) -> FullSource:
+    """Open a source that every rank has."""
+    if isinstance(own, list):
+        return ModelFiles(own[0] if len(own) == 1 else own, files).whole()
+    return of_mapping(own if isinstance(own, dict) else by_name(own))
 
 
 class _Load:
@@ -184,7 +160,7 @@ class _Load:
         self._model = model
 
         def check() -> None:
-            check_idle(model, CALLER)
+            module_states_at_rest(CALLER, model)
             check_rank(CALLER, "src_rank", src_rank)
             check_flags(CALLER, strict=strict, convert_dtype=converts)
 
@@ -210,22 +186,21 @@ class _Load:
         self._together(check)
         return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))
 
-    def from_one(self, offer: _Offer, source: Any, broadcast: Broadcast) -> LoadReport:
+    def from_one(self, offer: Any, own: Any, broadcast: Broadcast) -> LoadReport:
         """One rank reads, and sends to the others."""
-        if offer.error is not None:
-            raise RuntimeError(offer.error)
+        if isinstance(offer, str):
+            raise RuntimeError(offer)
 
         def check() -> None:
-            if offer.facts is None:
+            if offer is None:
                 self._refuse_lost()
                 return
-            self._check(offer.facts)
+            self._check(offer)
             if broadcast.is_source:
-                values = {clean(name): value for name, value in source.items()}
-                self._targets.refuse_broken_ties(values.__getitem__)
+                self._targets.refuse_broken_ties(own.__getitem__)
 
         def write() -> None:
-            pairs = _as_pairs(source) if broadcast.is_source else None
+            pairs = iter(own.items()) if isinstance(own, dict) else own
             load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
             self._targets.check_complete()
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.arguments import check_bytes, check_flags, check_floating, check_module
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
-from shardwise.fsdp_module.arguments import check_flags
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job, monitored
@@ -118,14 +118,8 @@ def iter_full_parameters(
 
     def check() -> list[tuple[str, nn.Parameter]]:
         check_at_rest(model, "iter_full_parameters")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-            raise ValueError(
-                f"iter_full_parameters: bucket_bytes is {bucket_bytes!r}; pass a number above 0."
-            )
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(
-                f"iter_full_parameters: dtype is {dtype!r}; pass a floating-point dtype, or None."
-            )
+        check_bytes("iter_full_parameters", "bucket_bytes", bucket_bytes)
+        check_floating("iter_full_parameters", dtype)
         return _chosen(model, names)
 
     told = {"bucket_bytes": bucket_bytes, "dtype": dtype, "names": _told_names(names)}
@@ -135,8 +129,7 @@ def iter_full_parameters(
 
 def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[str, Any]) -> T:
     """Check on all ranks: if one check fails, or arguments differ, all ranks raise."""
-    if not isinstance(model, nn.Module):
-        return check()  # which says so
+    check_module(caller, model)
     return run_on_all_ranks(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
 
 

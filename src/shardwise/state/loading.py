@@ -6,10 +6,9 @@ known by then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -19,11 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
-from shardwise.layout.chunks import round_up
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
-from shardwise.layout.slots import ALIGNMENT
 from shardwise.ranks.model_ranks import Broadcast
+from shardwise.ranks.packing import Form, in_messages, num_packed_bytes, views_in
 from shardwise.state.named_state import memory_of
 from shardwise.state.names import StateEntry
 from shardwise.torch_compat import dtensor, tensor_impl
@@ -97,8 +95,7 @@ class LoadTargets:
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise RuntimeError(f"{self.where}: {'; '.join(problems[:8])}{more}.")
+            raise RuntimeError(f"{self.where}: {listed(problems, separator='; ')}.")
 
     def _unfit(self, name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
         if entry.is_tensor != (found.shape is not None):
@@ -229,18 +226,23 @@ class FullSource:
     read: Callable[[str, Region], Any]
 
 
-def of_mapping(source: Mapping[str, Any]) -> FullSource:
-    """A dict of full tensors."""
+def of_mapping(values: Mapping[str, Any]) -> FullSource:
+    """Full values by names."""
 
     def read(name: str, region: Region) -> Any:
         value = values[name]
         return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
 
-    values: dict[str, Any] = {}
-    for name, value in source.items():
+    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
+
+
+def by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Full values by names as models have them."""
+    values = {}
+    for name, value in pairs:
         refuse_no_value(name, value)
         values[clean(name)] = value
-    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
+    return values
 
 
 def refuse_no_value(name: Any, value: Any) -> None:
@@ -281,22 +283,25 @@ def load_from_one(
     """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
 
     Raises:
-        RuntimeError: something that has come does not fit; what came before it is written.
-        SourceError: reading failed on that rank.
+        RuntimeError: something that has come does not fit, or reading failed on that rank; what came before
+            it is written.
     """
-    sending = None if pairs is None else _Sending(targets.without_repeats(pairs), limit)
+    messages = None if pairs is None else _messages(targets.without_repeats(pairs), limit)
     transfer = _RowTransfer(targets, broadcast, device)
     while True:
-        message = broadcast.object(None if sending is None else sending.next_message())
-        if message is None:
+        header, rows, cause = None, None, None
+        if messages is not None:
+            try:
+                header, rows = next(messages, (None, None))
+            except Exception as error:  # the others wait for the next header
+                header, cause = f"{type(error).__name__}: {error}", error
+        header = broadcast.object(header)
+        if header is None:
             return
-        if isinstance(message, str):
-            raise SourceError(message) from (None if sending is None else sending.error)
-        targets.expect(message.begun)
-        for name, value in message.others.items():
-            if name in targets.entries:
-                targets.whole[targets.entries[name].key] = value
-        transfer.send(message.blocks, None if sending is None else sending.rows)
+        if isinstance(header, str):
+            raise RuntimeError(header) from cause
+        targets.expect({block.name: block.facts for block in header if not block.start})
+        transfer.send(header, rows)
 
 
 class _RowTransfer:
@@ -308,12 +313,19 @@ class _RowTransfer:
         self._scatter = None if broadcast.single_axis is None else RowScatter(*broadcast.single_axis, device)
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def send(self, blocks: "list[_RowBlock]", rows: list[Tensor] | None) -> None:
-        """One bucket; ``rows`` on the rank that has them."""
-        there = rows if rows is not None else [None] * len(blocks)
-        every = [(b, r) for b, r in zip(blocks, there, strict=True) if b.name in self._targets.entries]
-        works = self._send_directly([each for each in every if self._goes_directly(each[0])])
-        self._send_packed([each for each in every if not self._goes_directly(each[0])])
+    def send(self, blocks: "list[_RowBlock]", rows: list[Tensor | None] | None) -> None:
+        """One message; ``rows`` on the rank that has them."""
+        directly, packed = [], []
+        for block, some in zip(blocks, rows or [None] * len(blocks), strict=True):
+            entry = self._targets.entries.get(block.name)
+            if entry is None:
+                continue
+            if block.facts.shape is None:
+                self._targets.whole[entry.key] = block.value
+            else:
+                (directly if self._goes_directly(block) else packed).append((block, some))
+        works = self._send_directly(directly)
+        self._send_packed(packed)
         for work in works:
             work.wait()
 
@@ -334,104 +346,59 @@ class _RowTransfer:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _send_packed(self, some: "list[tuple[_RowBlock, Tensor | None]]") -> None:
-        ends = list(accumulate(round_up(b.num_bytes, ALIGNMENT) for b, _ in some))
-        if not ends:
-            return
-        if ends[-1] > self._memory.numel():
+        forms = [block.form for block, _ in some]
+        num_bytes = num_packed_bytes(forms)
+        if num_bytes > self._memory.numel():
             device = self._memory.device
             del self._memory  # never hold two of them
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-        buffer = self._memory[: ends[-1]]
-        places = [block.rows_in(buffer[start:]) for (block, _), start in zip(some, [0, *ends], strict=False)]
-        for place, (_, rows) in zip(places, some, strict=True):
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        message = self._memory[:num_bytes]
+        views = views_in(message, forms)
+        for view, (_, rows) in zip(views, some, strict=True):
             if rows is not None:
-                place.copy_(rows)
-        if ends[-1]:
-            self._broadcast.tensor(buffer)
-        for place, (block, _) in zip(places, some, strict=True):
-            self._targets.write(block.name, block.start, place, block.shape)
-
-
-class SourceError(RuntimeError):
-    """A source could not be read to its end."""
+                view.copy_(rows)
+        if num_bytes:
+            self._broadcast.tensor(message)
+        for view, (block, _) in zip(views, some, strict=True):
+            self._targets.write(block.name, block.start, view, block.facts.shape or ())
 
 
 @dataclass(frozen=True, slots=True)
 class _RowBlock:
-    """Rows of one tensor in a bucket that travels."""
+    """Rows [start, end) of one tensor in a message; or a ``value`` that is no tensor."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    facts: ShapeAndDtype
     start: int
-    num_rows: int
+    end: int
+    value: Any = None
 
     @property
-    def end(self) -> int:
-        """One past its last row."""
-        return self.start + self.num_rows
-
-    @property
-    def num_bytes(self) -> int:
-        """Without padding."""
-        return self.num_rows * prod(self.shape[1:]) * self.dtype.itemsize
-
-    def rows_in(self, buffer: Tensor) -> Tensor:
-        """These rows, at the start of a buffer of bytes."""
-        return buffer[: self.num_bytes].view(self.dtype).view(self.num_rows, *self.shape[1:])
+    def form(self) -> Form:
+        """Of the rows."""
+        assert self.facts.shape is not None
+        assert self.facts.dtype is not None
+        return (self.end - self.start, *self.facts.shape[1:]), self.facts.dtype
 
 
-@dataclass
-class _Message:
-    """The header of a bucket, which all ranks get first. ``begun``: tensors that begin in this bucket."""
+def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[list[_RowBlock], list[Tensor | None]]]:
+    """On the sending rank: what all ranks get first of each message, and the rows that fill it."""
 
-    begun: dict[str, ShapeAndDtype] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)  # no tensors
-    blocks: list[_RowBlock] = field(default_factory=list)
+    def items() -> Iterator[tuple[tuple[str, ShapeAndDtype, Any], int, int]]:
+        for name, value in pairs:
+            refuse_no_value(name, value)
+            facts = ShapeAndDtype.of(value)
+            if facts.shape is None:
+                yield (clean(name), facts, value), 0, 0
+            else:
+                rows = value.detach() if facts.shape else value.detach().view(1)
+                yield (clean(name), facts, rows), len(rows), prod(rows.shape[1:]) * value.itemsize
 
-
-class _Sending:
-    """On the sending rank: the buckets, one after the other."""
-
-    def __init__(self, pairs: Pairs, limit: int) -> None:
-        self._messages = _messages(pairs, limit)
-        self.rows: list[Tensor] = []
-        self.error: Exception | None = None
-
-    def next_message(self) -> _Message | str | None:
-        """The next header; ``rows`` are its rows. None: no more buckets. A text: reading failed."""
-        try:
-            message, self.rows = next(self._messages, (None, []))
-        except Exception as error:
-            self.error = error
-            return f"{type(error).__name__}: {error}"
-        return message
-
-
-def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[_Message, list[Tensor]]]:
-    """Buckets of up to ``limit`` bytes, or one row, and the rows that fill them."""
-    message = _Message()
-    rows_to_send: list[Tensor] = []
-    size = 0
-    for name, value in pairs:
-        refuse_no_value(name, value)
-        message.begun[clean(name)] = ShapeAndDtype.of(value)
-        if not isinstance(value, Tensor):
-            message.others[clean(name)] = value
-            continue
-        shape = tuple(value.shape)
-        rows = value.detach() if shape else value.detach().reshape(1)
-        row_bytes, start = prod(shape[1:]) * value.itemsize, 0
-        while start < len(rows) and row_bytes:
-            fitting = (limit - size) // row_bytes
-            if fitting < 1 and message.blocks:
-                yield message, rows_to_send
-                message, rows_to_send, size = _Message(), [], 0
-                continue
-            count = min(len(rows) - start, max(1, fitting))
-            message.blocks.append(_RowBlock(clean(name), shape, value.dtype, start, count))
-            rows_to_send.append(rows[start : start + count])
-            size += round_up(count * row_bytes, ALIGNMENT)
-            start += count
-    if message.begun or message.blocks:
-        yield message, rows_to_send
+    for message in in_messages(items(), limit):
+        blocks: list[_RowBlock] = []
+        rows: list[Tensor | None] = []
+        for (name, facts, contents), start, end in message:
+            is_tensor = facts.shape is not None
+            blocks.append(_RowBlock(name, facts, start, end, None if is_tensor else contents))
+            rows.append(contents[start:end] if is_tensor else None)
+        yield blocks, rows

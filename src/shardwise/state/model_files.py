@@ -47,21 +47,14 @@ class ModelFiles:
         ImportError: the package safetensors is missing.
     """
 
-    def __init__(self, source: Paths) -> None:
+    def __init__(self, source: Paths, stack: ExitStack) -> None:
+        """``stack`` closes them."""
         self._safetensors = import_safetensors()
-        self._stack = ExitStack()
+        self._stack = stack
         self._slices: dict[str, tuple[Path, Any]] = {}
         self._facts: dict[str, ShapeAndDtype] = {}
-        try:
-            for path, expected in _files_of(source).items():
-                self._open(path, expected)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the files."""
-        self._stack.close()
+        for path, expected in _files_of(source).items():
+            self._open(path, expected)
 
     def whole(self) -> FullSource:
         """The values in the files."""

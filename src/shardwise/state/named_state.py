@@ -9,7 +9,7 @@ save; after it Adam counts one step too many, and Rprop has forgotten its step s
 without state has none in the checkpoint.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.fqns import clean, listed
-from shardwise.optim.offload import _StateMover
 from shardwise.optim.whole_parameters import WholeParameters
 from shardwise.state.names import parameters_of as named_parameters
-from shardwise.torch_compat import dtensor, optimizers, tensor_impl
+from shardwise.torch_compat import dtensor, tensor_impl
 
 Optimizers = Sequence[torch.optim.Optimizer]
+OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
 StatePath = tuple[Any, ...]
 """Where a value stands in nested dicts and lists: keys and indices, the outermost first."""
@@ -199,98 +199,3 @@ def _address(tensor: Tensor) -> Hashable:
     if tensor.is_meta:  # has none
         return tensor_impl.storage_key(tensor.untyped_storage()), tensor.storage_offset()
     return tensor.data_ptr()
-
-
-# --- loading --------------------------------------------------------------------------------------
-
-
-def scalar_keys(states: Iterable[Mapping[str, Sequence[int]]]) -> set[str]:
-    """Names of states that are one number, whatever the shape of the parameter, such as a step count.
-
-    ``states``: of each parameter, the shape under each name.
-    """
-    found = {"step", "eta", "mu", "mu_product"}
-    for shapes in states:
-        if any(len(shape) for shape in shapes.values()):
-            found |= {key for key, shape in shapes.items() if not shape}
-    return found
-
-
-def blank(
-    param: Tensor, existing: Any, size: torch.Size, dtype: torch.dtype, is_scalar: bool, is_whole: bool
-) -> Tensor | None:
-    """Where to read a tensor of a parameter's state: what is there already, or memory of the same form.
-
-    None: nothing says how a tensor of this size would be laid out. ``is_whole``: it is not.
-    """
-    if isinstance(existing, Tensor) and existing.shape == size and existing.dtype == dtype:
-        if not dtensor.plain(existing).is_meta or dtensor.plain(param).is_meta:
-            return existing
-        if not is_scalar:
-            return with_memory(existing, dtensor.plain(param).device)
-    if isinstance(param, DTensor) and size == param.shape and not is_scalar and not is_whole:
-        local = torch.empty_like(dtensor.plain(param), dtype=dtype)
-        return dtensor.make_dtensor(
-            local, dtensor.spec_of(param) if dtype == param.dtype else _with_dtype(param, dtype)
-        )
-    if is_whole or not size or not isinstance(param, DTensor):
-        device = torch.device("cpu") if is_scalar else dtensor.plain(param).device
-        return torch.empty(size, dtype=dtype, device=device)
-    return None
-
-
-def with_memory(state: Tensor, device: torch.device) -> Tensor:
-    """New memory on ``device``, of the form of ``state``.
-
-    Also for state on the meta device, where Adagrad and others make it if the model is there when they are
-    built. It stays there when the model gets memory.
-    """
-    local = torch.empty_like(dtensor.plain(state), device=device)
-    return dtensor.make_dtensor(local, dtensor.spec_of(state)) if isinstance(state, DTensor) else local
-
-
-def _with_dtype(param: DTensor, dtype: torch.dtype) -> Any:
-    return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
-
-
-def load_into(
-    optimizer: torch.optim.Optimizer,
-    state: dict[int, dict[str, Any]],
-    groups: list[dict[str, Any]],
-    convert_dtype: bool,
-) -> None:
-    """Give `optimizer` a state by the numbers of parameters, and the hyperparameters of `groups`.
-
-    `convert_dtype`: states of the form of their parameter take its dtype.
-    """
-    params = parameters_of(optimizer)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for number, values in state.items():
-        mine = optimizer.state[params[number]]
-        mine.update(_with_dtypes_of(values, mine, params[number] if convert_dtype else None))
-    for hook in optimizers.step_post_hooks(optimizer):
-        if isinstance(mover := getattr(hook, "__self__", None), _StateMover):
-            mover.to_host(optimizer, (), {})  # it came to the device, as load_state_dict does
-
-
-def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tensor | None) -> Any:
-    """State as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
-
-    What has the form of ``converted`` stays as it was cast.
-    """
-    before = dict(leaves(saved))
-
-    def uncast(place: StatePath, leaf: Any) -> Any:
-        old = before.get(place)
-        if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
-            return leaf
-        is_converted = converted is not None and old.shape == converted.shape
-        return leaf if is_converted or leaf.dtype == old.dtype else old.to(leaf.device)
-
-    return mapped(cast, uncast)
-
-
-def are_equal(values: Iterable[Any]) -> bool:
-    """Whether hyperparameters are equal; some are tensors."""
-    first, *others = values
-    return all(type(each) is type(first) and bool(each == first) for each in others)

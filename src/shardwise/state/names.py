@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.engine.module_state import sharded_module_states
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.groups.shards import meta_message
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean
@@ -68,7 +68,7 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
         RuntimeError: called in a forward or backward, inside ``unsharded``, on the meta device, or partly
             loaded.
     """
-    check_idle(model, caller)
+    module_states_at_rest(caller, model)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:
         raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
@@ -77,20 +77,3 @@ def check_at_rest(model: nn.Module, caller: str) -> None:
             f"{caller}: the model is only partly loaded, because an earlier load failed ({why}): its values "
             "are a mix of old and new ones. Load a complete checkpoint first."
         )
-
-
-def check_rank(caller: str, name: str, rank: Any) -> None:
-    """Refuse anything but a global rank or None."""
-    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
-        raise TypeError(
-            f"{caller}: {name} is {rank!r}, a {type(rank).__name__}; pass a global rank, or None."
-        )
-
-
-def check_idle(model: nn.Module, caller: str) -> None:
-    """Refuse a model in a forward or backward, or inside ``unsharded``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is a {type(model).__name__}, not an nn.Module.")
-    for module_state in sharded_module_states(model):
-        module_state.root.refuse_at_work(caller, module_state.group)
-        module_state.group.refuse_if_summoned(caller)

@@ -10,7 +10,7 @@ transfer is not covered is what is waited for:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.text_tables import aligned
+from shardwise.layout.text_tables import ruled
 from shardwise.tracing.records import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -123,9 +123,8 @@ def cells(recording: Recording) -> list[list[str]]:
 
 def summary(recording: Recording) -> str:
     """What took the time, a table of the groups, and advice."""
-    header, *lines, last = aligned([HEAD, *cells(recording)], right=range(1, len(HEAD)))
-    rule = "-" * max(map(len, [header, *lines, last]))
-    return "\n".join([title(recording), header, rule, *lines, rule, last, *advice(recording)])
+    lines = ruled([HEAD, *cells(recording)], right=range(1, len(HEAD)), has_total=True)
+    return "\n".join([title(recording), *lines, *advice(recording)])
 
 
 def title(recording: Recording) -> str:
