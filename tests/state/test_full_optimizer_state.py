@@ -288,8 +288,8 @@ def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
         "\n".join(told),
         """\
 ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
-ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias (2 in all). Nothing was loaded.
-ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias (2 in all). Nothing was loaded.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias. Nothing was loaded.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias. Nothing was loaded.
 RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
 TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
     )

@@ -45,7 +45,7 @@ from shardwise.state.named_state import (
     staged,
     state_of,
 )
-from shardwise.state.names import parameters_of
+from shardwise.state.names import entries_of, parameters_of
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -166,8 +166,6 @@ def _state(
     keep: int | None,
 ) -> dict[str, Any]:
     """This rank's state for the checkpoint. Tensors are not copied."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     if not path.name or path.name.startswith("."):
         raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
@@ -183,7 +181,8 @@ def _state(
             "a complete checkpoint before saving."
         )
     optimizers = as_optimizers(optimizer)
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    own = {each.name: each.value.detach() if each.is_tensor else each.value for each in entries_of(model)}
+    state: dict[str, Any] = {"model": own}
     for name in filter(is_extra_state, state["model"]):
         state["model"][name] = extra_written(state["model"][name], ("model", name))
     if optimizers:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import counted, listed
+from shardwise.layout.fqns import listed
 from shardwise.optim.offload import _StateMover
 from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.named_state import (
@@ -129,8 +129,8 @@ def _refuse_other_parameters(saved: SavedState, optimizers: Optimizers, names: N
         for name in dict.fromkeys([*saved.group_of, *saved.state])
         if name not in ours and (name in of_model or not saved.is_checkpoint)
     ]
-    lines = [f"not saved: {counted(missing)}"] if missing else []
-    lines += [f"saved only: {counted(unexpected)}"] if unexpected else []
+    lines = [f"not saved: {listed(missing)}"] if missing else []
+    lines += [f"saved only: {listed(unexpected)}"] if unexpected else []
     if lines:
         advice = " strict=False leaves those as they are that are missing." if saved.is_checkpoint else ""
         raise ValueError(
