@@ -158,11 +158,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: "OpenFolder", metadata: bytes) -> "Digests | None":
-        """Read it, and verify `metadata`, the content of the index; None: there is none.
-
-        Raises:
-            ValueError: it is damaged, or `metadata` is.
-        """
+        """Read it, and verify `metadata`, the content of the index; None: there is none."""
         if folder.size(DIGESTS) is None:
             return None
         with folder.open(DIGESTS) as file:

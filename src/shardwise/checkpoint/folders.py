@@ -120,11 +120,7 @@ def found(path: Path) -> Path | None:
 
 
 def refuse_forbidden(path: Path) -> None:
-    """Tell what may not be looked at, or read, from what is not there or damaged.
-
-    Raises:
-        PermissionError: in words.
-    """
+    """Tell what may not be looked at, or read, from what is not there or damaged."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except PermissionError as error:
@@ -188,11 +184,7 @@ class OpenFolder:
 
     @contextmanager
     def open(self, name: str, buffering: int = -1) -> Iterator[Any]:
-        """A file of it, for reading.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """A file of it, for reading."""
         kept = self._kept.get(name)
         handle = self._handle(name) if kept is None else kept
         try:
@@ -246,11 +238,7 @@ def missing_parents(path: Path) -> list[Path]:
 
 
 def prepare(save: Save) -> None:
-    """An empty folder to write into, before it is moved to `path`.
-
-    Raises:
-        FileExistsError: at `path` is something else than a checkpoint, which is not ours to replace.
-    """
+    """An empty folder to write into, before it is moved to `path`."""
     _refuse_others(save.path)
     save.partial.mkdir(parents=True)
 

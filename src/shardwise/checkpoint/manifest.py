@@ -48,9 +48,6 @@ class Manifest:
             folder: of the checkpoint; it stays open as long as something is read.
             verify: read the digests too, where there are any, and compare it with them.
             trust: unpickle whatever it holds.
-
-        Raises:
-            ValueError: it cannot be read, is damaged, or names files outside of the folder.
         """
         from torch.distributed.checkpoint.metadata import Metadata
 
@@ -98,11 +95,7 @@ class Manifest:
         return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
 
     def check(self) -> None:
-        """What it says agrees with itself, and with the sizes of files.
-
-        Raises:
-            ValueError: it does not, by file and key.
-        """
+        """What it says agrees with itself, and with the sizes of files."""
         try:
             wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
         except Exception as error:  # whatever types it happens to have
@@ -120,9 +113,6 @@ class Manifest:
         Args:
             indices: of the records, as a plan for reading names them.
             verify: read them and compare; else sizes only.
-
-        Raises:
-            ValueError: something is not, by file and key.
         """
         wanted: dict[str, list[Wanted]] = {}
         for index in dict.fromkeys(indices):

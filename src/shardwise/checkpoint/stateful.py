@@ -63,11 +63,7 @@ def tensors_in(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, T
 
 
 def refuse_shards(what: str, value: Any) -> None:
-    """Refuse parts of tensors where one rank's would be taken for all.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse parts of tensors where one rank's would be taken for all."""
     for place, tensor in tensors_in(value):
         if isinstance(tensor, DTensor):
             where = what + "".join(f"[{key!r}]" for key in place)
@@ -80,11 +76,7 @@ def refuse_shards(what: str, value: Any) -> None:
 
 
 def refuse_unreadable(what: str, value: Any) -> None:
-    """Refuse tensors of classes that torch would write, and then refuse to read.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse tensors of classes that torch would write, and then refuse to read."""
     trusted = [
         each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()
     ]
@@ -133,11 +125,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
-    """Refuse state that is a tuple of shards: torch stores a tuple whole, as one rank has it.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse state that is a tuple of shards: torch stores a tuple whole, as one rank has it."""
     for name, values in optimizer_state["state"].items():
         for key, value in values.items():
             if _has_shard_in_tuple(value):
@@ -156,11 +144,7 @@ def _has_shard_in_tuple(value: Any) -> bool:
 
 
 def check_objects(states: Any) -> dict[str, Any]:
-    """The objects by name.
-
-    Raises:
-        TypeError: some are none.
-    """
+    """The objects by name."""
     states = {} if states is None else states
     if not isinstance(states, dict) or not all(isinstance(name, str) and name for name in states):
         raise TypeError(f"states is to be a dict with names as keys, not {states!r:.80}")
@@ -279,9 +263,6 @@ def plan_states(
     """How the checkpoint's states fit `own`, those of the objects; and the names that it does not have.
 
     `of_any_rank`: where ranks have tensors; those of a pipeline have different ones.
-
-    Raises:
-        ValueError: they do not.
     """
     missing = [name for name in states if not manifest.under(STATES, name)]
     if missing and strict:

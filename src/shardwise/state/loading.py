@@ -72,11 +72,7 @@ class LoadTargets:
     whole: dict[str, Any] = field(default_factory=dict)  # key -> what only load_state_dict can put in place
 
     def expect(self, facts: Mapping[str, ShapeAndDtype], is_all: bool = False) -> None:
-        """Record what will be loaded; refuse what does not fit, and if ``is_all``, what is missing.
-
-        Raises:
-            Exception: an ``error``, naming all that is wrong.
-        """
+        """Record what will be loaded; refuse what does not fit, and if ``is_all``, what is missing."""
         problems: list[str] = []
         dtypes: list[str] = []
         for name, found in facts.items():
@@ -204,8 +200,8 @@ def _are_floating(*dtypes: torch.dtype | None) -> bool:
 
 def _broken_tie(one: str, other: str) -> str:
     return (
-        f"{one} and {other} are tied in the model, but differ in the source (untie them, or load into a model "
-        "without the tie and copy the one that you want)"
+        f"{one} and {other} are tied in the model, but differ in the source (untie them, or load into a "
+        "model without the tie and copy the one that you want)"
     )
 
 
@@ -284,12 +280,7 @@ def load_everywhere(targets: LoadTargets, source: FullSource) -> None:
 def load_from_one(
     targets: LoadTargets, pairs: Pairs | None, broadcast: Broadcast, device: torch.device, limit: int
 ) -> None:
-    """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
-
-    Raises:
-        RuntimeError: something that has come does not fit, or reading failed on that rank; what came before
-            it is written.
-    """
+    """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None."""
     messages = None if pairs is None else _messages(targets.without_repeats(pairs), limit)
     transfer = _RowTransfer(targets, broadcast, device)
     while True:

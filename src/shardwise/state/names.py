@@ -61,13 +61,7 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_at_rest(model: nn.Module, caller: str) -> None:
-    """Refuse a model in a forward or backward, or without values.
-
-    Raises:
-        TypeError: it is no module.
-        RuntimeError: called in a forward or backward, inside ``unsharded``, on the meta device, or partly
-            loaded.
-    """
+    """Refuse a model in a forward or backward, or without values."""
     module_states_at_rest(model, caller)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:

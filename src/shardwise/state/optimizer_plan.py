@@ -100,11 +100,7 @@ def plan_groups(
 def plan_optimizers(
     saved: SavedState, optimizers: Optimizers, names: Names, strict: bool = True
 ) -> list[OptimizerPlan]:
-    """How ``saved`` fits the optimizers.
-
-    Raises:
-        ValueError: it does not; see ``plan_groups``.
-    """
+    """How ``saved`` fits the optimizers."""
     plans = [OptimizerPlan(groups) for groups in plan_groups(saved, optimizers, names, strict)]
     for optimizer, plan in zip(optimizers, plans, strict=True):
         for number, param in enumerate(parameters_of(optimizer)):

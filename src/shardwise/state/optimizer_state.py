@@ -45,13 +45,7 @@ REKEY = "rekey_optimizer_state_dict"
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, owner: int | None, cpu: bool
 ) -> State:
-    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks.
-
-    Raises:
-        TypeError: it is no optimizer.
-        ValueError: it has parameters that are not the model's, or a state that cannot be put together from
-            what ranks have. All ranks raise.
-    """
+    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks."""
 
     def own() -> State:
         _own_names(model, optimizer, "full_state_dict")
@@ -208,11 +202,7 @@ def rekey_optimizer_state_dict(
 def _by_name(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, caller: str
 ) -> State:
-    """``state`` with parameters by names without wrappers, however it has them.
-
-    Raises:
-        RuntimeError: it is no state of an optimizer.
-    """
+    """``state`` with parameters by names without wrappers, however it has them."""
     own = _own_names(model, optimizer, caller)
     _check_form(state, caller)
     keys = [key for group in state["param_groups"] for key in group["params"]]

@@ -45,12 +45,7 @@ class SummonOptions:
 
 
 def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
-    """Refuse before anything has been unsharded.
-
-    Raises:
-        RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
-        NotImplementedError: it has tensor subclasses that only all-gather themselves.
-    """
+    """Refuse before anything has been unsharded."""
     group.refuse_if_summoned("another unsharded()")
     for bucket in group.buckets:
         if isinstance(bucket, ExtensionBucket):
@@ -269,11 +264,7 @@ class SummonedGroup:
 
 @torch.no_grad()
 def broadcast_changes(groups: Sequence[SummonedGroup], src_rank: int) -> None:
-    """Replace what each rank has made of the full parameters by what ``src_rank`` has. Collective.
-
-    Raises:
-        RuntimeError: on all ranks, if what it has cannot be taken over.
-    """
+    """Replace what each rank has made of the full parameters by what ``src_rank`` has. Collective."""
     by_mesh: dict[DeviceMesh, list[_SummonedParam]] = {}
     for group in groups:
         for each in group.summoned:
