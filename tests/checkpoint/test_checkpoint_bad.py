@@ -159,12 +159,12 @@ def test_a_checkpoint_of_another_model_is_told_by_its_names(world2: World, run: 
     text = message(world2.run(refused, replace(run, build=Renamed)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2: unexpected in the source: inlet.weight, inlet.bias, which this model does not have (pass strict=False to pass over them); missing in the source: entry.weight, entry.bias (pass strict=False to keep what the model has).""",
+        """ValueError: RUN/step-2: unexpected in the source: inlet.weight, inlet.bias (pass strict=False to pass over them); missing in the source: entry.weight, entry.bias (pass strict=False to keep what the model has).""",
     )
     text = message(world2.run(refused, replace(run, build=Wider)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2: blocks.0.up.weight has shape (7, 6) in the source, where the model has (9, 6); blocks.0.up.bias has shape (7,) in the source, where the model has (9,); blocks.0.down.weight has shape (6, 7) in the source, where the model has (6, 9); blocks.1.up.weight has shape (7, 6) in the source, where the model has (9, 6); blocks.1.up.bias has shape (7,) in the source, where the model has (9,); blocks.1.down.weight has shape (6, 7) in the source, where the model has (6, 9).""",
+        """ValueError: RUN/step-2: blocks.0.up.weight has shape (7, 6) there and (9, 6) here; blocks.0.up.bias has shape (7,) there and (9,) here; blocks.0.down.weight has shape (6, 7) there and (6, 9) here; blocks.1.up.weight has shape (7, 6) there and (9, 6) here; blocks.1.up.bias has shape (7,) there and (9,) here; blocks.1.down.weight has shape (6, 7) there and (6, 9) here.""",
     )
     assert message(world2.run(refused, replace(run, build=Wider), strict=False)) == text
 
@@ -476,9 +476,9 @@ def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> N
     assert_expected_inline(
         "\n".join(first),
         """\
-ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here, ema.averages.bias has shape (2,) there and (3,) here. Nothing was loaded.
-ValueError: PATH: states do not fit: ema.averages.0.weight is missing in the checkpoint, ema.averages.0.bias is missing in the checkpoint, ema.averages.weight, of shape (2, 4), is in the checkpoint only, ema.averages.bias, of shape (2,), is in the checkpoint only. Nothing was loaded.
-ValueError: PATH: states do not fit: ema.averages.weight is of torch.float32 there and torch.float64 here (see convert_dtype), ema.averages.bias is of torch.float32 there and torch.float64 here (see convert_dtype). Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here; ema.averages.bias has shape (2,) there and (3,) here.
+ValueError: PATH: states do not fit: unexpected in the source: ema.averages.weight, ema.averages.bias; missing in the source: ema.averages.0.weight, ema.averages.0.bias.
+ValueError: PATH: states do not fit: dtypes differ: ema.averages.weight is of torch.float32 there and of torch.float64 here, ema.averages.bias is of torch.float32 there and of torch.float64 here (pass convert_dtype=True to convert floating-point values).
 ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
 TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
 TypeError: states is to be a dict with names as keys, not [1]""",

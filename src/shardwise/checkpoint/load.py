@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.manifest import (
-    INFO,
-    Manifest,
-    by_first,
-    is_extra_state,
-)
+from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
 from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.checkpoint.reading import check_records, read, read_objects
 from shardwise.checkpoint.stateful import (
@@ -45,13 +40,7 @@ from shardwise.state.named_state import (
     parameter_names,
 )
 from shardwise.state.names import StateEntry, entries_of
-from shardwise.state.optimizer_plan import (
-    OptimizerPlan,
-    SavedState,
-    load_into,
-    plan_optimizers,
-    with_memory,
-)
+from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
 from shardwise.torch_compat import dtensor
 
 

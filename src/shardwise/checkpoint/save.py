@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.manifest import (
-    HAS_DIGESTS,
-    INFO,
-    is_extra_state,
-)
+from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, is_extra_state
 from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
 from shardwise.checkpoint.stateful import (
     STATES,

@@ -63,7 +63,7 @@ class LoadTargets:
 
     where: str  # the caller, for messages
     entries: Mapping[str, StateEntry]
-    is_strict: bool
+    is_strict: bool | None  # None: always, the caller has no choice
     converts: bool
     error: type[Exception] = RuntimeError
     came: dict[str, None] = field(default_factory=dict)  # dicts, for the order
@@ -91,11 +91,9 @@ class LoadTargets:
             problems.append(
                 f"dtypes differ: {listed(dtypes)} (pass convert_dtype=True to convert floating-point values)"
             )
-        if self.is_strict and self.unexpected:
-            problems.append(
-                f"unexpected in the source: {listed(self.unexpected)}, which this model does not have (pass "
-                "strict=False to pass over them)"
-            )
+        if self.is_strict is not False and self.unexpected:
+            hint = " (pass strict=False to pass over them)" if self.is_strict else ""
+            problems.append(f"unexpected in the source: {listed(self.unexpected)}{hint}")
         self.refuse([*problems, *(self._missing_problems() if is_all else ())])
 
     def refuse(self, problems: list[str]) -> None:
@@ -122,10 +120,9 @@ class LoadTargets:
         empty = [
             name for name in missing if self.entries[name].is_tensor and self.entries[name].value.is_meta
         ]
-        if self.is_strict and missing:
-            return [
-                f"missing in the source: {listed(missing)} (pass strict=False to keep what the model has)"
-            ]
+        if self.is_strict is not False and missing:
+            hint = " (pass strict=False to keep what the model has)" if self.is_strict else ""
+            return [f"missing in the source: {listed(missing)}{hint}"]
         if empty:
             return [
                 f"missing in the source, and without values in the model: {listed(empty)} (call "
@@ -191,7 +188,7 @@ def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
     is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
     if not entry.is_tensor or is_of_module or found.shape == tuple(entry.value.shape):
         return None
-    return f"{name} has shape {found.shape} in the source, where the model has {tuple(entry.value.shape)}"
+    return f"{name} has shape {found.shape} there and {tuple(entry.value.shape)} here"
 
 
 def _are_floating(*dtypes: torch.dtype | None) -> bool:

@@ -241,34 +241,28 @@ def _names_by_id(ids: list[int], names: list[str], caller: str) -> dict[int, str
 
 
 def _check_form(state: Any, caller: str) -> None:
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise RuntimeError(
-            f"{caller}: state is {_kind_of(state)}, where the state of an optimizer has 'state' and "
-            "'param_groups'."
+    def are_groups(groups: Any) -> bool:
+        return isinstance(groups, (list, tuple)) and all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
         )
-    values, groups = state["state"], state["param_groups"]
-    if not isinstance(values, Mapping):
-        raise RuntimeError(f"{caller}: 'state' is {_kind_of(values)}, where a dict by parameter is expected.")
-    if odd := [key for key, each in values.items() if not isinstance(each, Mapping)]:
-        raise RuntimeError(
-            f"{caller}: 'state' of {listed(map(str, odd))} is {_kind_of(values[odd[0]])}, where a dict is "
-            "expected."
+
+    def are_states(states: Any) -> bool:
+        return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
+
+    is_dict = isinstance(state, Mapping)
+    if not (is_dict and are_states(state.get("state")) and are_groups(state.get("param_groups"))):
+        found = (
+            f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
+            if is_dict
+            else f"a {type(state).__name__}"
         )
-    if not isinstance(groups, (list, tuple)) or not all(map(_is_group, groups)):
-        raise RuntimeError(f"{caller}: 'param_groups' is to be a list of dicts with 'params' in each.")
-    keys = [*values, *(key for group in groups for key in group["params"])]
+        raise RuntimeError(
+            f"{caller}: state is {found}, where the state of an optimizer has 'state', a dict for each "
+            "parameter, and 'param_groups', a list of dicts with 'params' in each."
+        )
+    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
         raise RuntimeError(f"{caller}: parameters go by names or by ids, but not by both in one state.")
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
-
-
-def _kind_of(state: Any) -> str:
-    if isinstance(state, Mapping):
-        return f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
-    return f"a {type(state).__name__}"
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -324,7 +318,7 @@ class _OptimizerLoad:
                 if target is None:  # another rank has it whole; all take part in sending it
                     target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
                 entries[_label(place)] = StateEntry(_label(place), "", target, True)
-        self.targets = LoadTargets(LOAD, entries, is_strict=True, converts=False)
+        self.targets = LoadTargets(LOAD, entries, is_strict=None, converts=False)
 
     def finish(self) -> None:
         """Have the optimizer go on with it."""
