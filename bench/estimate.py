@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 
 
 def claim(layers: int | None = None) -> tuple[float, float, str]:
     """CPU seconds, GiB and the table for 1T parameters at world 1024, in a process of its own."""
-    script = CLAIM.format(folder=os.path.dirname(os.path.abspath(__file__)), layers=layers)
+    script = CLAIM.format(folder=str(Path(__file__).parent / "claims"), layers=layers)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True
     )

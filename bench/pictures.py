@@ -40,7 +40,7 @@ EXAMPLE = "train_gpt"
 LABELS = {PEER: "FSDP2", PEER_TUNED: "FSDP2, tuned", OURS: "shardwise"}
 STYLE = {
     "svg.hashsalt": "shardwise",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "font.size": 9,
     "text.color": TEXT,
     "axes.labelcolor": TEXT,

@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
     "benchmarks.md": "bench/README.md",
+    "claims/README.md": "bench/claims/README.md",
     "contributing.md": "CONTRIBUTING.md",
     **{
         f"pictures/{path.name}": f"bench/pictures/{path.name}"

@@ -13,7 +13,8 @@ SOURCE = Path(shardwise.__file__).parent
 # What each package, or file at the top, may import beside what those may that it imports.
 ARROWS = {
     "torch_compat": [],
-    "policies": [],
+    "arguments": [],
+    "policies": ["arguments"],
     "layout": ["torch_compat", "policies"],
     "ranks": ["layout"],
     "comm": ["ranks"],

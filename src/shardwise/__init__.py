@@ -34,7 +34,7 @@ from shardwise.policies import (
 from shardwise.setup.hooks import register_fsdp_forward_method, share_comm_ctx
 from shardwise.state import full_state_dict, inference, load_full_state_dict, no_sync, unsharded
 from shardwise.strategies import explain, shard_model
-from shardwise.tracing.files.merging import merge_traces
+from shardwise.tracing.files import merge_traces
 from shardwise.tracing.trace import trace
 
 __version__ = "0.1.0"

@@ -4,22 +4,23 @@ Everything that can fail happens before the first module is touched, so an error
 """
 
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.arguments import check_flags, check_type
 from shardwise.buckets.optimizer_steps import install_step_hooks
 from shardwise.compile import traced
 from shardwise.engine.module_state import ModuleState, drive, set_module_state, sharded_module_states
 from shardwise.engine.root import Root
 from shardwise.fsdp_module import ShardedModule
-from shardwise.fsdp_module.arguments import check_flags
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.managed_modules import Owner, owner_of, set_owner
-from shardwise.layout.fqns import listed
+from shardwise.layout.fqns import joined, listed
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import Casts, PrecisionRule, cast_around, precision_of
 from shardwise.params.initial_values import broadcast_initial_values, record_initial_values
@@ -35,7 +36,6 @@ from shardwise.policies import (
 from shardwise.setup.discovery import (
     Found,
     Meshes,
-    joined,
     make_buckets,
     make_param,
     modules_to_manage,
@@ -52,46 +52,35 @@ from shardwise.setup.validation import (
     check_precision,
     check_reshard,
     class_name,
-    describe,
     storage_of,
 )
 from shardwise.torch_compat import nn_modules
+
+
+class _Options(TypedDict, total=False):
+    """The options of ``fully_shard``, which returns as many modules as it is given."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicyLike | None
+    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDimsLike | None
+    comm_policy: CommPolicy | None
+    sync_module_states: bool
+    check_equal_weights: bool
+
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
 @overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicyLike | None = ...,
-    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
-    comm_policy: CommPolicy | None = ...,
-    sync_module_states: bool = ...,
-    check_equal_weights: bool = ...,
-) -> ShardedModule: ...
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> ShardedModule: ...
 
 
 @overload
-def fully_shard(
-    module: list[_ModuleT],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicyLike | None = ...,
-    offload_policy: OffloadPolicy | CPUOffloadPolicyLike | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDimsLike | None = ...,
-    comm_policy: CommPolicy | None = ...,
-    sync_module_states: bool = ...,
-    check_equal_weights: bool = ...,
-) -> list[ShardedModule]: ...
+def fully_shard(module: list[_ModuleT], **options: Unpack[_Options]) -> list[ShardedModule]: ...
 
 
 def fully_shard(
@@ -202,14 +191,10 @@ def fully_shard(
     check_precision(mp_policy)
     is_offloaded = check_offload(offload_policy)
     ignored = check_ignored(ignored_params)
-    if comm_policy is not None and not isinstance(comm_policy, CommPolicy):
-        raise TypeError(f"fully_shard: comm_policy is a {type(comm_policy).__name__}, not a CommPolicy.")
+    check_type("fully_shard", "comm_policy", comm_policy, "a CommPolicy or None", CommPolicy, type(None))
     check_flags("fully_shard", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(
-            f"fully_shard: shard_placement_fn is {describe(shard_placement_fn)}; pass a function of a "
-            "parameter."
-        )
+    wanted = "a function of a parameter"
+    check_type("fully_shard", "shard_placement_fn", shard_placement_fn, wanted, Callable, type(None))
     meshes = Meshes(resolve_mesh(mesh, dp_mesh_dims))
     reshards = check_reshard(reshard_after_forward, meshes.default)
     managed_modules = modules_to_manage(modules)

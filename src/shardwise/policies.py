@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from shardwise.arguments import check_flags, check_number, check_type
+
 __all__ = [
     "CPUOffloadPolicy",
     "CommPolicy",
@@ -22,6 +24,8 @@ __all__ = [
     "QuantizedReduction",
     "ShardPlacementResult",
 ]
+
+_ELEMENTS = "a number of elements, 1 or more"
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 FullPrecision = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module, nn.Parameter], bool]
@@ -241,7 +245,7 @@ class QuantizedAllGather:
 
     def __post_init__(self) -> None:
         """Refuse a ``block_size`` that is not a size."""
-        _check_count("QuantizedAllGather", "block_size", self.block_size, 1)
+        check_number("QuantizedAllGather", "block_size", self.block_size, _ELEMENTS, above=0)
 
 
 @dataclass(frozen=True)
@@ -304,11 +308,8 @@ class QuantizedReduction:
 
     def __post_init__(self) -> None:
         """Refuse a ``block_size`` that is not a size, and an ``error_feedback`` that is not a bool."""
-        _check_count("QuantizedReduction", "block_size", self.block_size, 1)
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(
-                f"QuantizedReduction: error_feedback is {self.error_feedback!r}; pass True or False."
-            )
+        check_number("QuantizedReduction", "block_size", self.block_size, _ELEMENTS, above=0)
+        check_flags("QuantizedReduction", error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,36 +362,20 @@ class CommPolicy:
 
     def __post_init__(self) -> None:
         """Refuse values of a wrong type or range."""
-        if self.packing_limit_bytes is not None:
-            _check_count("CommPolicy", "packing_limit_bytes", self.packing_limit_bytes, 0)
-        if self.part_bytes is not None:
-            _check_count("CommPolicy", "part_bytes", self.part_bytes, 0)
-        _check_count("CommPolicy", "prefetch", self.prefetch, 0)
+        for name in ("packing_limit_bytes", "part_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                wanted = "a number of bytes, 0 or more, or None for the default of the back end"
+                check_number("CommPolicy", name, value, wanted, above=-1)
+        check_number("CommPolicy", "prefetch", self.prefetch, "a number of groups, 0 or more", above=-1)
         if self.max_prefetched is not None:
-            _check_count("CommPolicy", "max_prefetched", self.max_prefetched, 1)
+            wanted = "a number of groups, 1 or more, or None for no limit"
+            check_number("CommPolicy", "max_prefetched", self.max_prefetched, wanted, above=0)
         if self.backward_prefetch not in ("before", "after", None):
             raise ValueError(
                 f'CommPolicy: backward_prefetch is {self.backward_prefetch!r}; pass "before", "after" or '
                 "None."
             )
-        if not isinstance(self.quantized_all_gather, (QuantizedAllGather, type(None))):
-            raise TypeError(
-                f"CommPolicy: quantized_all_gather is {self.quantized_all_gather!r}; pass a "
-                "shardwise.policies.QuantizedAllGather or None."
-            )
-
-
-_MEANINGS = {
-    "packing_limit_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
-    "part_bytes": "it is a size in bytes, 0 or more, or None for the default of the back end",
-    "prefetch": "it counts groups, 0 (none) or more",
-    "max_prefetched": "it counts groups, 1 or more, or None for no limit",
-    "block_size": "it counts numbers, 1 or more",
-}
-
-
-def _check_count(owner: str, name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} is {value!r}, a {type(value).__name__}; pass an int.")
-    if value < least:
-        raise ValueError(f"{owner}: {name} is {value}; {_MEANINGS[name]}.")
+        wanted = "a shardwise.policies.QuantizedAllGather or None"
+        kinds = QuantizedAllGather, type(None)
+        check_type("CommPolicy", "quantized_all_gather", self.quantized_all_gather, wanted, *kinds)

@@ -1,4 +1,4 @@
-"""bench/scale.py: a step that computes nothing still plans and sets everything, at any world."""
+"""bench/claims/scale.py: a step that computes nothing still plans and sets everything, at any world."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import scale
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "scale.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "claims" / "scale.py"
 
 
 def row(world: int, model: str = "175b") -> dict[str, Any]:

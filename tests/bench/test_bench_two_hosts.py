@@ -1,4 +1,4 @@
-"""The arithmetic of bench/two_hosts.py: the bound, and who is set against what."""
+"""The arithmetic of bench/claims/two_hosts.py: the bound, and who is set against what."""
 
 import argparse
 

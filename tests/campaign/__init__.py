@@ -1,7 +1,7 @@
 """Random draws, run sharded and plainly: the numbers must be equal. Four campaigns share one way.
 
-draws.py      spaces of plain values: draw, complete, simplify, tell
-campaign.py   run draws, make one that fails small, tell how to see it again
+draws.py      what may be drawn: strategies of hypothesis
+campaign.py   run draws
 notes.py      what runs have noted, compared
 training.py   what runs of settings and of strategies have in common
 blocks.py     their models, precisions and placements

@@ -45,12 +45,9 @@ def sharded(program: Program) -> Notes:
 
 
 def failure_of(worlds: Worlds, program: Program, timeout_s: float) -> str | None:
-    """What is wrong with a program; None if nothing is. Raises what plain PyTorch raises."""
+    """What is wrong with a program; None if nothing is. Raises what a rank or plain PyTorch raises."""
     wanted = emulated(program)
-    try:
-        found = worlds[world_of(program)].run(sharded, program, timeout=timeout_s)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    found = worlds[world_of(program)].run(sharded, program, timeout=timeout_s)
     for rank, (want, got) in enumerate(zip(wanted, found, strict=True)):
         if (wrong := difference(want, [got], close(atol=1e-9, rtol=1e-7))) is not None:
             return f"of rank {rank}: {wrong}"

@@ -7,26 +7,28 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from campaign.draws import Choice, Many, Record, Tree
+from hypothesis.strategies import SearchStrategy
+
+from campaign.draws import choice, many, record, tree
 
 Program = dict[str, Any]
 Node = dict[str, Any]
 Step = dict[str, Any]
 
 # How ranks and models are arranged.
-SETTINGS: dict[str, Choice] = {
-    "mesh": Choice("2", "1", "3", "2x2", "1x2", "2x1", "replicate_2", "4"),
-    "wrap": Choice("blocks", "blocks", "root", "nested", "some", "pairs"),
-    "reshard": Choice(None, True, False),
-    "keep_after_backward": Choice(False, False, False, True),
-    "prefetch": Choice(1, 0, 2),
-    "backward_prefetch": Choice("before", "after", None),
-    "packing": Choice(None, 0, 1 << 30),
-    "offload": Choice(False, False, False, True),
-    "shard_dim": Choice(0, 0, -1),
-    "optimizer": Choice("sgd", "adamw", "momentum"),
-    "depth_of_discriminator": Choice(1, 2),
-    "salt": Choice(*range(5)),
+SETTINGS: dict[str, SearchStrategy[Any]] = {
+    "mesh": choice("2", "1", "3", "2x2", "1x2", "2x1", "replicate_2", "4"),
+    "wrap": choice("blocks", "blocks", "root", "nested", "some", "pairs"),
+    "reshard": choice(None, True, False),
+    "keep_after_backward": choice(False, False, False, True),
+    "prefetch": choice(1, 0, 2),
+    "backward_prefetch": choice("before", "after", None),
+    "packing": choice(None, 0, 1 << 30),
+    "offload": choice(False, False, False, True),
+    "shard_dim": choice(0, 0, -1),
+    "optimizer": choice("sgd", "adamw", "momentum"),
+    "depth_of_discriminator": choice(1, 2),
+    "salt": choice(*range(5)),
 }
 
 LEAVES = (
@@ -62,23 +64,23 @@ CALLS = (
     *("tensor_hook", "eval_between", "inference_between", "thread", "gan", "rollout", "fails_in_forward"),
     *("fails_in_backward", "wasted_forward", "twice_forward", "detached", "inside_autograd_grad"),
 )
-MICRO = Record({"call": Choice(*CALLS), "sync": Choice(True, True, False)})
-STEP = Record(
+MICRO = record({"call": choice(*CALLS), "sync": choice(True, True, False)})
+STEP = record(
     {
-        "micro": Many(MICRO, counts=(1, 1, 2)),
-        "before": Choice(
+        "micro": many(MICRO, least=1, most=2),
+        "before": choice(
             *(None, None, None, "eval", "edit", "freeze", "unfreeze", "state_dict", "deepcopy", "unshard"),
             "to_train",
         ),
-        "zero": Choice("none", "zeros", "model", "keep"),
-        "clip": Choice(None, None, 0.1),
+        "zero": choice("none", "zeros", "model", "keep"),
+        "clip": choice(None, None, 0.1),
     }
 )
 
-PROGRAMS = Record(
+PROGRAMS = record(
     {
-        "steps": Many(STEP, counts=(1, 2, 3)),
-        "blocks": Many(Tree(LEAVES, CONTAINERS), counts=(1, 2, 3, 4)),
+        "steps": many(STEP, least=1, most=3),
+        "blocks": many(tree(LEAVES, CONTAINERS), least=1, most=4),
         **SETTINGS,
     }
 )

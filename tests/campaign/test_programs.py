@@ -20,10 +20,8 @@ def run_program(worlds: Worlds, program: Program, folder: Path) -> str | None:
 CAMPAIGN = Campaign("PROGRAM", PROGRAMS, settled, run_program)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_program_trains_as_plain_copies_do(worlds: Worlds, tmp_path: Path, seed: int) -> None:
-    CAMPAIGN.check_seed(worlds, tmp_path, seed)
+def test_programs_train_as_plain_copies_do(worlds: Worlds, tmp_path: Path) -> None:
+    CAMPAIGN.check_many(worlds, tmp_path, num_draws=3)
 
 
 @pytest.mark.slow

@@ -834,19 +834,19 @@ def test_f50_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_pat
         "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in first),
         """\
 TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the others what it found, and load only if that is a path; and have checkpoints on a file system that all hosts share.
-TypeError: rank 1: load_checkpoint: path is 3; pass the folder of a checkpoint, as a str or a Path.
-TypeError: rank 1: load_checkpoint: NoneType is not an nn.Module.
+TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a checkpoint, as a str or a Path.
+TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
 TypeError: rank 1: states is to be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
-TypeError: rank 1: load_checkpoint: strict is <test_checkpoint_bad.NotWritten object at 0x>, a NotWritten; pass True or False.
+TypeError: rank 1: load_checkpoint: strict is a NotWritten; pass True or False.
 ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
-TypeError: rank 1: load_checkpoint: verify is None, a NoneType; pass True or False.
+TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
 ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.
 TypeError: rank 1: save_checkpoint: path is None; pass the folder of a checkpoint, as a str or a Path.
-TypeError: rank 1: save_checkpoint: NoneType is not an nn.Module.
-TypeError: rank 1: save_checkpoint: keep is 'all'; pass how many checkpoints to keep, or None.
+TypeError: rank 1: save_checkpoint: model is None; pass an nn.Module.
+TypeError: rank 1: save_checkpoint: keep is 'all', a str; pass how many checkpoints to keep, or None.
 ValueError: save_checkpoint: ranks disagree on keep: rank 0 has None, rank 1 has 1. Pass the same on all ranks.
-TypeError: rank 1: save_checkpoint: asynchronous is <test_checkpoint_bad.NotWritten object at 0x>, a NotWritten; pass True or False.
+TypeError: rank 1: save_checkpoint: asynchronous is a NotWritten; pass True or False.
 TypeError: rank 1: shared is to be a dict with names as keys, not [1]
 ValueError: save_checkpoint: ranks disagree on states: rank 0 has [], rank 1 has ['ema']. Pass the same on all ranks.
 TypeError: rank 1: save_safetensors: directory is None; pass a folder, as a str or a Path.

@@ -21,8 +21,7 @@ from expecttest import assert_expected_inline
 from shardwise.__main__ import main
 from shardwise.commands import doctor
 from shardwise.doctor.devices import judge_devices
-from shardwise.doctor.findings import table
-from shardwise.doctor.job import Surroundings
+from shardwise.doctor.job import Surroundings, table
 from shardwise.doctor.network import judge
 
 AROUND = Surroundings(
@@ -191,9 +190,8 @@ def hosts_are_told(*options: str) -> str:
     [
         (
             ("--mesh", "2x3"),
-            "ranks 0-3: --mesh 2x3 does not hold 4 ranks. Give sizes whose product is 4.",
+            "ranks 0-3: --mesh holds 6 ranks, and the job has 4.",
         ),
-        (("--mesh", "4xtwo"), "--mesh 4xtwo does not hold 4 ranks"),
         (("--mesh", "4x1", "--names", "shard"), "the mesh has 2 dimensions. Give as many different --names."),
     ],
 )
@@ -201,6 +199,11 @@ def test_a_mesh_that_does_not_fit_is_wrong(world4: Any, options: tuple[str, ...]
     told, *_ = world4.run(hosts_are_told, *options)
     assert text in told
     assert "4 on 2 machines, 2 on each" in told
+
+
+def test_a_mesh_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--mesh", "4xtwo"]) == 2
+    assert "argument --mesh: invalid sizes value: '4xtwo'" in capsys.readouterr().err
 
 
 def test_a_timeout_that_is_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +322,7 @@ def started(tmp_path: Path, ranks: Iterable[int], defect: str = "pass", timeout:
 @pytest.mark.slow
 def test_a_rank_that_fails_while_others_communicate_is_told(tmp_path: Path) -> None:
     first, second = started(tmp_path, range(2), "raise RuntimeError('the driver\\n is old')")
-    assert first == "wrong  mesh  rank 1: RuntimeError: the driver is old -> 1"
+    assert first == "wrong  shard: reduce-scatter  rank 1: RuntimeError: the driver is old -> 1"
     assert second == " -> 1"
 
 
@@ -327,7 +330,7 @@ def test_a_rank_that_fails_while_others_communicate_is_told(tmp_path: Path) -> N
 def test_a_collective_that_does_not_end_is_told(tmp_path: Path) -> None:
     first, second = started(tmp_path, range(2), "time.sleep(1000)", timeout=4)
     assert first.startswith(
-        "wrong  mesh  ranks 0, 1: shard: reduce-scatter of 4 KiB did not end within N s. Either a rank does"
+        "wrong  shard: reduce-scatter  ranks 0, 1: shard: reduce-scatter did not end within N s. Either a rank does"
     )
     assert (first[-5:], second) == (" -> 1", " -> 1")
 
@@ -335,5 +338,5 @@ def test_a_collective_that_does_not_end_is_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
     first, second = started(tmp_path, range(2), "os._exit(7)", timeout=4)
-    assert first.startswith("wrong  mesh  rank ")
+    assert first.startswith("wrong  shard: reduce-scatter  rank ")
     assert (first[-5:], second) == (" -> 1", " -> 7")

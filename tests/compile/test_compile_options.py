@@ -120,10 +120,10 @@ def test_bad_arguments_are_refused() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-TypeError: compile_options: overlap is 1; pass True or False.
-TypeError: compile_options: bucket_cap_mb is '25'; pass a number of megabytes, or None.
-TypeError: compile_options: bucket_cap_mb is True; pass a number of megabytes, or None.
-ValueError: compile_options: bucket_cap_mb is 0; pass a positive number of megabytes, or None to merge no collectives.""",
+TypeError: compile_options: overlap is 1, an int; pass True or False.
+TypeError: compile_options: bucket_cap_mb is '25', a str; pass a number of megabytes above 0, or None to merge no collectives.
+TypeError: compile_options: bucket_cap_mb is True, a bool; pass a number of megabytes above 0, or None to merge no collectives.
+ValueError: compile_options: bucket_cap_mb is 0; pass a number of megabytes above 0, or None to merge no collectives.""",
     )
 
 

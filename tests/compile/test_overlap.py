@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.compile.overlap import one_ahead
-from shardwise.torch_compat import inductor
+from shardwise.torch_compat import dynamo
 
 KINDS = {"G": "all_gather_into_tensor", "R": "reduce_scatter_tensor", "A": "all_reduce", "w": "wait_tensor"}
 
@@ -36,7 +36,7 @@ class Step:
 
 @pytest.fixture(autouse=True)
 def _kinds_by_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "collective_of", lambda step: KINDS.get(step.name[0]))
+    monkeypatch.setattr(dynamo, "collective_of", lambda step: KINDS.get(step.name[0]))
 
 
 def ordered(program: str) -> str:

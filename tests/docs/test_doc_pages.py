@@ -12,7 +12,7 @@ from doc_programs import PAGES, ROOT, blocks
 import shardwise
 
 DOCS = ROOT / "docs"
-GENERATED = {"benchmarks.md", "contributing.md"} | {
+GENERATED = {"benchmarks.md", "claims/README.md", "contributing.md"} | {
     f"pictures/{path.name}" for path in (ROOT / "bench" / "pictures").glob("*.svg")
 }
 

@@ -261,7 +261,7 @@ forward_before_waiting: Tower: a forward while gradients are still being reduced
 twice_before_waiting: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
 inside_a_backward: finalize_backward: Tower is part of a model whose backward is running, and that needs its parameters and gradients as they are. Call it afterwards.
 waiting_after_a_reset: GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and has dropped the gradients that this handle stands for. Run the iteration again.
-no_bool: set_manual_backward_finalization: enabled is 1, a int; pass True or False.""",
+no_bool: set_manual_backward_finalization: enabled is 1, an int; pass True or False.""",
     )
 
 

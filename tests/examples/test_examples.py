@@ -28,7 +28,7 @@ from example_files import EXAMPLES, example_file
 from harness import World
 from torch._dynamo.utils import counters
 
-from shardwise.tracing.files.chrome import read_json
+from shardwise.tracing.files import read_json
 
 pytestmark = pytest.mark.processes
 
@@ -198,7 +198,7 @@ def test_in_bf16_the_gpt_trains_nearly_the_same(world2: World) -> None:
 
 
 def curve_of_bench(arguments: list[str]) -> Curve:
-    """What bench/loss_curves.py does with the example's model."""
+    """What bench/claims/loss_curves.py does with the example's model."""
     with example("train_gpt"):
         module = importlib.import_module("loss_curves")
         try:

@@ -632,5 +632,5 @@ def test_totals_are_sums_and_nothing_can_be_changed() -> None:
 def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="memory_snapshot: there is no sharded module in this Linear"):
         memory_snapshot(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="memory_snapshot: int is not"):
+    with pytest.raises(TypeError, match="memory_snapshot: model is 3, an int"):
         memory_snapshot(3)  # type: ignore[arg-type]

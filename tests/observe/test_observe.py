@@ -61,5 +61,5 @@ def test_replicas_only_reduce(world2: World) -> None:
 def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="count_collectives: there is no sharded module in this Linear"):
         count_collectives(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(TypeError, match="count_collectives: int is not"):
+    with pytest.raises(TypeError, match="count_collectives: model is 3, an int"):
         count_collectives(3).__enter__()  # type: ignore[arg-type]

@@ -88,16 +88,16 @@ an optimizer here only: ValueError: full_state_dict: ranks disagree on optimizer
 no names: ValueError: iter_full_parameters: ranks disagree on names: rank 0 has None, rank 1 has []. Pass the same on all ranks.
 dtype differs: ValueError: iter_full_parameters: ranks disagree on dtype: rank 0 has None, rank 1 has torch.float16. Pass the same on all ranks.
 src_rank differs: ValueError: load_full_state_dict: ranks disagree on src_rank: rank 0 has 0, rank 1 has None. Pass the same on all ranks.
-strict is bad: TypeError: rank 1: load_full_state_dict: strict is 3, a int; pass True or False.
+strict is bad: TypeError: rank 1: load_full_state_dict: strict is 3, an int; pass True or False.
 src_rank is bad: TypeError: rank 1: load_full_state_dict: src_rank is '0', a str; pass a global rank, or None.
 src_rank of the optimizer: ValueError: load_full_optimizer_state_dict: ranks disagree on src_rank: rank 0 has 0, rank 1 has None. Pass the same on all ranks.
 init_fn here only: ValueError: materialize: ranks disagree on init_fn: rank 0 has 'None', rank 1 has 'a function'. Pass the same on all ranks.
 src differs: ValueError: sync_module_states: ranks disagree on src: rank 0 has 0, rank 1 has 1. Pass the same on all ranks.
 with_grads differs: ValueError: unsharded: ranks disagree on with_grads: rank 0 has False, rank 1 has True. Pass the same on all ranks.
-recurse is bad: TypeError: rank 1: unsharded: recurse is 1, a int; pass True or False.
+recurse is bad: TypeError: rank 1: unsharded: recurse is 1, an int; pass True or False.
 rank0_only with writeback: ValueError: rank 1: unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write back, and their shards would not follow what rank 0 changes. Pass writeback=False.
 budget differs: ValueError: inference: ranks disagree on budget_bytes: rank 0 has None, rank 1 has 0. Pass the same on all ranks.
-budget is bad: ValueError: rank 1: inference: budget_bytes is -1; it must be 0 or more.""",
+budget is bad: ValueError: rank 1: inference: budget_bytes is -1; pass a number of bytes, 0 or more, or None for no limit.""",
     )
 
 

@@ -245,11 +245,11 @@ def test_the_words_for_a_wrong_type(world1: World) -> None:
 TypeError: fully_shard: mp_policy is a dtype, not a
 MixedPrecisionPolicy.
 
-TypeError: fully_shard: offload_policy is a bool, not an
+TypeError: fully_shard: offload_policy is True, a bool, not an
 OffloadPolicy.
 
-TypeError: fully_shard: reshard_after_forward is 'yes'; pass True,
-False, None or a number of ranks.""",
+TypeError: fully_shard: reshard_after_forward is 'yes', a str; pass
+True, False, None or a number of ranks.""",
     )
 
 
@@ -267,11 +267,11 @@ def test_a_comm_policy_refuses_negative_values(field: str, value: int) -> None:
         ("prefetch", None),
         ("prefetch", 1.5),
         ("packing_limit_bytes", "1"),
-        ("packing_limit_bytes", [1]),
+        ("packing_limit_bytes", 1.5),
     ],
 )
 def test_a_comm_policy_refuses_values_of_the_wrong_type(field: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"CommPolicy: {field} is {value!r}".replace("[", r"\[")):
+    with pytest.raises(TypeError, match=f"CommPolicy: {field} is {value!r}"):
         CommPolicy(**{field: value})
 
 

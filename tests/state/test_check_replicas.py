@@ -284,7 +284,7 @@ def test_what_cannot_be_compared_is_refused(world1: World) -> None:
 RuntimeError: check_replicas: 2 parameters are still on the meta
 device: weight, bias. Nothing has given them values. Call
 shardwise.materialize(model), or load a checkpoint, first.
-TypeError: check_replicas: int is not an nn.Module.""",
+TypeError: check_replicas: model is 3, an int; pass an nn.Module.""",
     )
 
 

@@ -291,7 +291,7 @@ ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param grou
 ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias. Nothing was loaded.
 ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias. Nothing was loaded.
 RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
-TypeError: rekey_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: rekey_optimizer_state_dict: optimizer is 'sgd', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -529,7 +529,7 @@ RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or 
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.""",
+TypeError: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.""",
     )
 
 
@@ -565,8 +565,8 @@ ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight ha
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
-TypeError: rank 1: load_full_optimizer_state_dict: optimizer is a str, not a torch.optim.Optimizer.
-TypeError: rank 1: full_state_dict: optimizer is a str, not a torch.optim.Optimizer.
+TypeError: rank 1: load_full_optimizer_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
+TypeError: rank 1: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.
 ValueError: rank 7 does not hold this model: this rank shares it with [0, 1], and those with others perhaps. Name one of the ranks that were given the model, by its global rank.""",
     )
 

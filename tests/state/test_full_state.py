@@ -161,7 +161,7 @@ ValueError: iter_full_parameters: the model has no parameter named nope.
 ValueError: iter_full_parameters: bucket_bytes is 0; pass a number of bytes above 0.
 ValueError: iter_full_parameters: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: full_state_dict: 8 parameters are still on the meta device: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.weight, blocks.1.bias, head.weight. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-TypeError: full_state_dict: dict is not an nn.Module.
+TypeError: full_state_dict: model is a dict; pass an nn.Module.
 RuntimeError: Tied: full_state_dict is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.""",
     )
 

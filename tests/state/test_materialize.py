@@ -792,9 +792,9 @@ def test_wrong_arguments_and_moments_are_refused(world1: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, world1.run(refusals_of_arguments)[0])),
         """\
-TypeError: materialize: init_fn is 3, a int; pass a function of a
+TypeError: materialize: init_fn is 3, an int; pass a function of a
 module.
-TypeError: materialize: list is not an nn.Module.
+TypeError: materialize: model is a list; pass an nn.Module.
 ValueError: materialize: device is 'meta', where nothing has values.
 Pass 'cpu', or None.
 RuntimeError: Cannot run forward: 2 parameters are still on the meta
@@ -845,7 +845,7 @@ def test_what_one_rank_is_refused_all_are(world2: World) -> None:
     assert_expected_inline(
         "\n".join(map(wrapped, first)),
         """\
-TypeError: rank 1: materialize: init_fn is 3, a int; pass a function
+TypeError: rank 1: materialize: init_fn is 3, an int; pass a function
 of a module.
 ValueError: rank 1: materialize: device is 'meta', where nothing has
 values. Pass 'cpu', or None.""",

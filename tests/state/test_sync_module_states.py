@@ -351,7 +351,7 @@ ValueError: rank 7 does not hold this model: this rank shares it with
 [0], and those with others perhaps. Name one of the ranks that were
 given the model, by its global rank.
 TypeError: sync_module_states: src is '0', a str; pass a global rank.
-TypeError: sync_module_states: NoneType is not an nn.Module.
+TypeError: sync_module_states: model is None; pass an nn.Module.
 RuntimeError: sync_module_states: 7 parameters are still on the meta
 device: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean,
 1.running_var, 1.num_batches_tracked. Nothing has given them values.

@@ -188,7 +188,7 @@ class Arithmetic(Search):
         count = len(kept)
         assert kept == self.order[len(self.order) - count :]
         sent = 100 - count
-        return Trial(strategy, kept, self.peak(count), "backward", (), sent, sent, self.order)
+        return Trial(strategy, kept, self.peak(count), "backward", sent, sent, self.order)
 
 
 @pytest.mark.parametrize("num_groups", range(1, 12))
@@ -354,8 +354,8 @@ ValueError: shard_model: memory '80GBs' is no amount of memory. Pass a
 number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 *
 2^30.
 
-TypeError: shard_model: memory is a bool; pass a number of bytes or a
-text such as "80GB".
+TypeError: shard_model: memory is True, a bool; pass a number of bytes
+or a text such as "80GB".
 
 ValueError: shard_model: the Tower does not take the sample of float64
 (2, 5). Its forward, run on tensors without contents, raised
@@ -393,11 +393,11 @@ def test_nothing_fits(world2: World) -> None:
 ValueError: shard_model: strategy "auto" finds nothing that fits in
 memory='9kB', of which a tenth stays free: ddp takes least, 26.04 kB
 at its peak (backward of blocks.0), 17.94 kB too much. memory=28934
-would be enough. Else: smaller groups (wrap=) or computing in bfloat16
-(mp_policy=) lowers 4.81 kB of it; activation checkpointing or a
-smaller batch lowers 0.27 kB of it. shardwise.estimate(...) tells how
-far each goes. tried  peak, kB  in                    exposed, kB
-sent, kB  fits
+would be enough. Else: more ranks to shard over, activation
+checkpointing, a smaller batch, smaller groups (wrap=), or computing
+in bfloat16 (mp_policy=); shardwise.estimate(...) tells how far each
+goes. tried  peak, kB  in                    exposed, kB  sent, kB
+fits
 ------------------------------------------------------------------ ddp
 26.04  backward of blocks.0         5.39      5.39  no zero2     33.03
 backward of blocks.0         5.47      5.47  no zero3     33.03

@@ -543,9 +543,9 @@ WrapClasses(Linear)
 WrapWhere(is_narrow)
 WrapWhere(<lambda>)
 WrapRecursively(modern)
-WrapRecursively(partial(size_based_auto_wrap_policy, min_num_params=1000))
-WrapRecursively(partial(transformer_auto_wrap_policy, transformer_layer_cls={CausalBlock, Linear}))
-WrapRecursively(partial(lambda_auto_wrap_policy, lambda_fn=is_narrow))
+WrapRecursively(partial(size_based_auto_wrap_policy))
+WrapRecursively(partial(transformer_auto_wrap_policy))
+WrapRecursively(partial(lambda_auto_wrap_policy))
 WrapRecursively(ModuleWrapPolicy)
 WrapBySize(min_num_params=100_000_000)
 WrapBySize(min_num_params=20_000_000)
@@ -591,29 +591,34 @@ def test_what_the_argument_may_not_be() -> None:
     assert_expected_inline(
         "\n\n".join(map(wrapped, texts)),
         """\
-shard_model: wrap is 3. Pass a module class or a set of them, a
-function of (module), (name, module) or (module, recurse,
-nonwrapped_numel), a policy such as
-shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
-
-shard_model: wrap is 'blocks.*'. Pass a module class or a set of them,
+shard_model: wrap is 3, an int. Pass a module class or a set of them,
 a function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
-shard_model: wrap contains 'Block'; pass module classes. To choose by
-name, pass a function: lambda name, module: name in {...}.
+shard_model: wrap is 'blocks.*', a str. Pass a module class or a set
+of them, a function of (module), (name, module) or (module, recurse,
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
-shard_model: wrap contains a Linear; pass module classes. To choose
-single modules, pass a function: lambda module: module in {...}.
+shard_model: wrap contains 'Block', a str; pass module classes, or a
+function (name, module) -> bool to choose single modules.
 
-shard_model: wrap contains the class int; pass module classes.
+shard_model: wrap contains a Linear; pass module classes, or a
+function (name, module) -> bool to choose single modules.
 
-shard_model: wrap is a Linear. Pass its class, Linear, or a function
-that tells which modules to shard.
+shard_model: wrap contains the class int; pass module classes, or a
+function (name, module) -> bool to choose single modules.
 
-shard_model: wrap is the class WrapBySize. Pass an instance:
-WrapBySize(...).
+shard_model: wrap is a Linear. Pass a module class or a set of them, a
+function of (module), (name, module) or (module, recurse,
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+
+shard_model: wrap is the class WrapBySize. Pass a module class or a
+set of them, a function of (module), (name, module) or (module,
+recurse, nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
 shard_model: wrap is the class dict. Pass a module class or a set of
 them, a function of (module), (name, module) or (module, recurse,
@@ -625,16 +630,18 @@ function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
-shard_model: wrap is a CustomPolicy. It works inside
-FullyShardedDataParallel only. Pass the function that it was made of
-as wrap=, and settings of single modules, if that returns any, as
-overrides=.
+shard_model: wrap is a CustomPolicy. Pass a module class or a set of
+them, a function of (module), (name, module) or (module, recurse,
+nonwrapped_numel), a policy such as
+shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 
-shard_model: wrap is no_arguments, which takes (). Pass a function of
-(module), of (name, module) or of (module, recurse, nonwrapped_numel);
-give further arguments defaults, or values with functools.partial.
+shard_model: wrap is no_arguments, which takes () -> bool. Pass a
+function of (module), of (name, module) or of (module, recurse,
+nonwrapped_numel); give further arguments defaults, or values with
+functools.partial.
 
-shard_model: wrap is keyword_only, which takes (module, names). Pass a
+shard_model: wrap is keyword_only, which takes (module:
+torch.nn.modules.module.Module, *, names: list[str]) -> bool. Pass a
 function of (module), of (name, module) or of (module, recurse,
 nonwrapped_numel); give further arguments defaults, or values with
 functools.partial.
@@ -646,11 +653,12 @@ give further arguments defaults, or values with functools.partial.
 shard_model: wrap is max, which does not say what arguments it takes.
 Pass a function that calls it: lambda module: ...
 
-WrapRecursively: transformer_auto_wrap_policy takes (module, recurse,
-nonwrapped_numel, transformer_layer_cls), and would be given (module,
-recurse, nonwrapped_numel). Give values to further arguments with
-functools.partial; pass a function of (module) or of (name, module) to
-shardwise.strategies.WrapWhere.""",
+WrapRecursively: transformer_auto_wrap_policy takes (module:
+torch.nn.modules.module.Module, recurse: bool, nonwrapped_numel: int,
+transformer_layer_cls: set[type[torch.nn.modules.module.Module]]) ->
+bool, and would be given (module, recurse, nonwrapped_numel). Give
+values to further arguments with functools.partial; pass a function of
+(module) or of (name, module) to shardwise.strategies.WrapWhere.""",
     )
 
 
@@ -668,13 +676,17 @@ def test_what_the_policies_refuse() -> None:
             lambda: choice(lambda module: {"strategy": "zero2"}, nested()),
         ),
         """\
-WrapClasses: classes is 'Block'; pass a module class or a set of them.
+WrapClasses: classes is 'Block', a str; pass a module class or a set
+of them.
 
-WrapBySize: min_num_params is '1e8'; pass a number.
+WrapBySize: min_num_params is '1e8', a str; pass the least number of
+parameters of a group, above 0.
 
-WrapBySize: min_num_params is True; pass a number.
+WrapBySize: min_num_params is True, a bool; pass the least number of
+parameters of a group, above 0.
 
-WrapBySize: keep_whole contains 3; pass module classes.
+WrapBySize: keep_whole contains 3, an int; pass module classes, or a
+function (name, module) -> bool to choose single modules.
 
 WrapWhere: modern takes the arguments of FSDP1's recursive policies.
 Pass it to shardwise.strategies.WrapRecursively, or a function of
@@ -682,7 +694,8 @@ Pass it to shardwise.strategies.WrapRecursively, or a function of
 
 WrapWhere: predicate is the class Linear; pass a function.
 
-WrapRecursively: is_narrow takes (module), and would be given (module,
+WrapRecursively: is_narrow takes (module:
+torch.nn.modules.module.Module) -> bool, and would be given (module,
 recurse, nonwrapped_numel). Give values to further arguments with
 functools.partial; pass a function of (module) or of (name, module) to
 shardwise.strategies.WrapWhere.
@@ -697,11 +710,11 @@ shard_model(overrides={...}).""",
 shard_model: wrap is empty; pass a module class, or wrap=None for the
 repeated blocks.
 
-WrapBySize: min_num_params is 0; it is the least number of parameters
-of a group. Pass one above 0.
+WrapBySize: min_num_params is 0; pass the least number of parameters
+of a group, above 0.
 
-WrapBySize: min_num_params is nan; it is the least number of
-parameters of a group. Pass one above 0.""",
+WrapBySize: min_num_params is nan; pass the least number of parameters
+of a group, above 0.""",
     )
 
 
@@ -722,64 +735,66 @@ def test_a_policy_that_chooses_nothing_is_told_what_the_model_has() -> None:
         ),
         """\
 shard_model: WrapClasses(Conv2d) chose no module with parameters
-inside the LanguageModel: it has 49 x Linear, 25 x LayerNorm, 12 x
-CausalBlock, 1 x Embedding, 23,328 parameters in all. They would all
-be in one group, unsharded at once. Choose some of these with wrap=,
-or pass wrap=None for the repeated blocks.
+inside the LanguageModel, which would be one group, unsharded at once.
+There are 49 x Linear, 25 x LayerNorm, 12 x CausalBlock, 1 x
+Embedding. Choose some of these with wrap=, or pass wrap=None for the
+repeated blocks.
 
 shard_model: WrapBySize(min_num_params=10_000_000) chose no module
-with parameters inside the LanguageModel: it has 49 x Linear, 25 x
-LayerNorm, 12 x CausalBlock, 1 x Embedding, 23,328 parameters in all.
-They would all be in one group, unsharded at once. Choose some of
-these with wrap=, or pass wrap=None for the repeated blocks.
+with parameters inside the LanguageModel, which would be one group,
+unsharded at once. There are 49 x Linear, 25 x LayerNorm, 12 x
+CausalBlock, 1 x Embedding. Choose some of these with wrap=, or pass
+wrap=None for the repeated blocks.
 
-shard_model: WrapRecursively(partial(size_based_auto_wrap_policy,
-min_num_params=1000000)) chose no module with parameters inside the
-LanguageModel: it has 49 x Linear, 25 x LayerNorm, 12 x CausalBlock, 1
-x Embedding, 23,328 parameters in all. They would all be in one group,
-unsharded at once. Choose some of these with wrap=, or pass wrap=None
-for the repeated blocks.
-
-shard_model: WrapClasses(Linear) chose no module with parameters
-inside the Linear, and there is none. Pass wrap=None to have the model
-as one group.
+shard_model: WrapRecursively(partial(size_based_auto_wrap_policy))
+chose no module with parameters inside the LanguageModel, which would
+be one group, unsharded at once. There are 49 x Linear, 25 x
+LayerNorm, 12 x CausalBlock, 1 x Embedding. Choose some of these with
+wrap=, or pass wrap=None for the repeated blocks.
 
 shard_model: WrapClasses(Linear) chose no module with parameters
-inside the LanguageModel, and there is none. Pass wrap=None to have
-the model as one group.
+inside the Linear, which would be one group, unsharded at once. There
+are none. Choose some of these with wrap=, or pass wrap=None for the
+repeated blocks.
 
-shard_model: Own chose no module with parameters inside the Bag: it
-has 5 x Linear, 4 x LayerNorm, 2 x NonDynamicallyQuantizableLinear, 2
-x MultiheadAttention, 2 x TransformerEncoderLayer, 1 x Embedding and
-others, 1,387 parameters in all. They would all be in one group,
-unsharded at once. Choose some of these with wrap=, or pass wrap=None
-for the repeated blocks.""",
+shard_model: WrapClasses(Linear) chose no module with parameters
+inside the LanguageModel, which would be one group, unsharded at once.
+There are none. Choose some of these with wrap=, or pass wrap=None for
+the repeated blocks.
+
+shard_model: Own chose no module with parameters inside the Bag, which
+would be one group, unsharded at once. There are 5 x Linear, 4 x
+LayerNorm, 2 x NonDynamicallyQuantizableLinear, 2 x
+MultiheadAttention, 2 x TransformerEncoderLayer, 1 x Embedding and 1
+more. Choose some of these with wrap=, or pass wrap=None for the
+repeated blocks.""",
     )
 
 
 def test_modules_without_forward_cannot_be_chosen() -> None:
     model = LanguageModel()
     calls = [
-        lambda: WrapClasses(nn.ModuleList).choose(model),
-        lambda: WrapWhere(lambda name, module: name == "blocks").choose(model),
+        lambda: choice(WrapClasses(nn.ModuleList), model),
+        lambda: choice(WrapWhere(lambda name, module: name == "blocks"), model),
         lambda: choice(Own(model.blocks), model),
     ]
     assert_expected_inline(
         messages(ValueError, *calls),
         """\
-shard_model: WrapClasses(ModuleList) chose 'blocks', a ModuleList,
-which has no forward: its children are called one by one, so nothing
-would tell when to unshard its parameters. Choose its children, or the
-module around it.
+shard_model: WrapClasses(ModuleList).choose() returned 'blocks', a
+ModuleList, which has no forward: its children are called one by one,
+so nothing would tell when to unshard its parameters. Choose its
+children, or the module around it.
 
-shard_model: WrapWhere(<lambda>) chose 'blocks', a ModuleList, which
-has no forward: its children are called one by one, so nothing would
-tell when to unshard its parameters. Choose its children, or the
-module around it.
+shard_model: WrapWhere(<lambda>).choose() returned 'blocks', a
+ModuleList, which has no forward: its children are called one by one,
+so nothing would tell when to unshard its parameters. Choose its
+children, or the module around it.
 
-shard_model: Own chose 'blocks', a ModuleList, which has no forward:
-its children are called one by one, so nothing would tell when to
-unshard its parameters. Choose its children, or the module around it.""",
+shard_model: Own.choose() returned 'blocks', a ModuleList, which has
+no forward: its children are called one by one, so nothing would tell
+when to unshard its parameters. Choose its children, or the module
+around it.""",
     )
 
 
@@ -793,20 +808,18 @@ def test_what_a_policy_of_the_callers_own_returns_is_checked() -> None:
             lambda: choice(Own(kind=lambda _: None), model),
         ),
         """\
-shard_model: Own.choose() returned '0' among the modules; return the
-modules themselves, not their names.
+shard_model: Own.choose() returned among the modules '0', a str;
+return the modules themselves.
 
 shard_model: Own.choose() returned a dict; return a list of modules.
 
-shard_model: Own.choose() returned a NoneType; return a list of
-modules.""",
+shard_model: Own.choose() returned None; return a list of modules.""",
     )
     assert_expected_inline(
         messages(
             ValueError,
             lambda: choice(Own(model), model),
             lambda: choice(Own(L(2, 2)), model),
-            lambda: choice(Own(model[1], model[0], model[1]), model),
         ),
         """\
 shard_model: Own.choose() returned the model itself, a Sequential,
@@ -814,9 +827,7 @@ which is sharded in any case, after what was chosen inside it. Leave
 it out.
 
 shard_model: Own.choose() returned a Linear that is not inside the
-Sequential to be sharded. Return modules of the model it was given.
-
-shard_model: Own.choose() returned '1' twice; return it once.""",
+Sequential to be sharded. Return modules of the model it was given.""",
     )
 
 
@@ -826,6 +837,7 @@ def test_what_a_policy_of_the_callers_own_returns_is_put_in_order() -> None:
         *("0", "1.1.0", "1.1", "1"),
     ]
     assert choice(Own(model[1], model[0], kind=set), model) == ["0", "1"]
+    assert choice(Own(model[1], model[0], model[1]), model) == ["0", "1"]
 
 
 # --- neighbours in one group ----------------------------------------------------------------------

@@ -396,5 +396,5 @@ def test_on_a_device_times_are_those_of_events_on_its_streams(world2: World) -> 
 def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="trace: there is no sharded module in this Linear"):
         shardwise.trace(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(TypeError, match="trace: int is not"):
+    with pytest.raises(TypeError, match="trace: model is 3, an int"):
         shardwise.trace(3).__enter__()  # type: ignore[arg-type]

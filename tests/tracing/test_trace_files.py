@@ -15,9 +15,8 @@ from recordings import recording, span, wait
 
 import shardwise
 from shardwise.tracing.analysis import advice, summary, work_of_groups
-from shardwise.tracing.files.chrome import read_json, write_json
-from shardwise.tracing.files.page import page
-from shardwise.tracing.files.picture import draw, write_png
+from shardwise.tracing.drawings import draw, page, write_png
+from shardwise.tracing.files import read_json, write_json
 from shardwise.tracing.records import ROWS, Recording, Span, lanes
 from shardwise.tracing.trace import Trace
 

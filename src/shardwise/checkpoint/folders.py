@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
 from shardwise.state.disk import sync
 
@@ -63,10 +64,7 @@ def given(caller: str, path: Any) -> Path:
             "others what it found, and load only if that is a path; and have checkpoints on a file system "
             "that all hosts share."
         )
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"{caller}: path is {path!r:.80}; pass the folder of a checkpoint, as a str or a Path."
-        )
+    check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
     return absolute(path)
 
 

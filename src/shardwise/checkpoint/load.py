@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_flags, check_module
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
 from shardwise.checkpoint.pending import all_ranks, saves_of
@@ -24,7 +25,6 @@ from shardwise.checkpoint.stateful import (
     rebuilt,
     tensor_places,
 )
-from shardwise.fsdp_module.arguments import check_flags, check_module
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, is_extra_state
 from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
@@ -27,7 +28,6 @@ from shardwise.checkpoint.stateful import (
     warn_of_objects,
 )
 from shardwise.checkpoint.writing import write
-from shardwise.fsdp_module.arguments import check_flags, check_module
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitored
@@ -164,8 +164,7 @@ def _state(
     """This rank's state for the checkpoint. Tensors are not copied."""
     if not path.name or path.name.startswith("."):
         raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"save_checkpoint: keep is {keep!r:.80}; pass how many checkpoints to keep, or None.")
+    check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
             f"save_checkpoint: keep={keep} of {path.name}: keep counts from 1, and needs names that end in a "

@@ -23,18 +23,19 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.commands import RankError, UsageError
-from shardwise.doctor.examine import ExaminationPlan, examine
-from shardwise.doctor.findings import Verdict, table
-from shardwise.doctor.job import Job, Surroundings
+from shardwise.doctor.examine import examine
+from shardwise.doctor.job import Job, Surroundings, table
 from shardwise.torch_compat import c10d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank (default 60)")
-    parser.add_argument("--mesh", help="ranks in each dimension, as 2x8 (default: all in one)")
+    parser.add_argument("--mesh", type=sizes, help="ranks in each dimension, as 2x8 (default: all in one)")
     parser.add_argument(
-        "--names", help="of the dimensions, as replicate,shard (default: shard, or these two)"
+        "--names",
+        type=lambda text: text.split(","),
+        help="of the dimensions, as replicate,shard (default: shard, or these two)",
     )
     parser.add_argument(
         "--folder", action="append", default=[], type=Path, help="for checkpoints; repeatable"
@@ -42,18 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="type of the devices to train on (default: the accelerator, or cpu)")
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Those in ``2x8``."""
+    return tuple(map(int, text.split("x")))
+
+
 def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> int:
     """Examine the job; 1 if anything is wrong. ``around``: what to find on this rank."""
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout is {arguments.timeout:g}; give seconds to wait.")
     with _joined(arguments.timeout) as job:
-        plan = ExaminationPlan(arguments.mesh, arguments.names, arguments.device, arguments.folder)
-        found = examine(job, around or Surroundings.of_this_process(__version__), plan)
-        job.begin("verdict")
+        found = examine(
+            job,
+            around or Surroundings.of_this_process(__version__),
+            folders=arguments.folder,
+            mesh=arguments.mesh,
+            names=arguments.names,
+            device_type=arguments.device,
+        )
         if job.rank == 0:
             print(table(found), flush=True)
-        status = int(job.share(any(each.verdict is Verdict.WRONG for each in found)))
-        job.answers("")  # rank 0 leaves last: the store may be in its process
+        status = int(any(each.verdict == "wrong" for each in found))
+        job.leave()
         if job.has_hung:  # a thread that does not come back would keep the process
             sys.stdout.flush()
             os._exit(status)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.communicators import factor_before_sum
 from shardwise.layout.chunks import chunk_size
-from shardwise.torch_compat import dynamo, partitioners
+from shardwise.torch_compat import dynamo
 
 _SCHEMA = (
     "(Tensor[] shards, int[] sizes, int[] num_dims, int[] sharded_dims, int[] own_sizes, str[] computed, "
@@ -99,7 +99,7 @@ def _unshard(
     *ways: Any,
 ) -> list[Tensor]:
     """The operator: its arguments put together again."""
-    partitioners.put_random_states_before_objects()  # the graph that it is traced into is cut next
+    dynamo.put_random_states_before_objects()  # the graph that it is traced into is cut next
     left = iter(sizes)
     shapes = [tuple(next(left) for _ in range(count)) for count in num_dims]
     dtypes = [[_dtype(name) for name in names] for names in (computed, reduced)]

@@ -20,7 +20,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from shardwise.torch_compat import inductor
+from shardwise.arguments import check_flags, check_number
+from shardwise.torch_compat import dynamo
 
 Step = Any
 """Of a program of Inductor: ``torch._inductor.scheduler.BaseSchedulerNode``."""
@@ -52,22 +53,14 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
         TypeError: an argument is of another type.
         ValueError: ``bucket_cap_mb`` is not positive.
     """
-    if not isinstance(overlap, bool):
-        raise TypeError(f"compile_options: overlap is {overlap!r}; pass True or False.")
+    check_flags("compile_options", overlap=overlap)
     options: dict[str, Any] = {}
     if overlap:
         options["reorder_for_compute_comm_overlap"] = True
         options["reorder_for_compute_comm_overlap_passes"] = [one_ahead]
     if bucket_cap_mb is not None:
-        if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
-            raise TypeError(
-                f"compile_options: bucket_cap_mb is {bucket_cap_mb!r}; pass a number of megabytes, or None."
-            )
-        if not bucket_cap_mb > 0:
-            raise ValueError(
-                f"compile_options: bucket_cap_mb is {bucket_cap_mb}; pass a positive number of megabytes, or "
-                "None to merge no collectives."
-            )
+        wanted = "a number of megabytes above 0, or None to merge no collectives"
+        check_number("compile_options", "bucket_cap_mb", bucket_cap_mb, wanted, above=0, kinds=(int, float))
         for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"):
             options[name] = "all"
             options[f"{name}_bucket_size_determinator"] = partial(_same_size, bucket_cap_mb * 1e6 / 2**20)
@@ -113,8 +106,8 @@ class _Program:
         self._steps = steps
         self.places: dict[Step, float] = {step: float(place) for place, step in enumerate(steps)}
         self._wanted = dict(self.places)
-        makers = {name: step for step in steps for name in inductor.made_by(step)}
-        kinds = {step: inductor.collective_of(step) for step in steps}
+        makers = {name: step for step in steps for name in dynamo.made_by(step)}
+        kinds = {step: dynamo.collective_of(step) for step in steps}
         self._needs: Edges = {step: _makers_for(step, makers, kinds) for step in steps}
         self._feeds: Edges = {step: [] for step in steps}
         for step, needed in self._needs.items():
@@ -173,7 +166,7 @@ class _Program:
 
 def _makers_for(step: Step, makers: dict[str, Step], kinds: dict[Step, str | None]) -> list[Step]:
     """The steps that ``step`` must come after; not the order that torch has put collectives in."""
-    needed, followed = inductor.needed_by(step)
+    needed, followed = dynamo.needed_by(step)
     found = [makers[name] for name in needed if name in makers]
     for name in followed:
         other = makers.get(name)

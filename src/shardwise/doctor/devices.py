@@ -1,11 +1,11 @@
 """Whether the devices of all ranks are alike, free, and can reach each other on a machine."""
 
 import os
+from typing import Any
 
 import torch
 
-from shardwise.doctor.findings import Finding, ok, slow, wrong
-from shardwise.doctor.job import CannotGoOn, Job, Surroundings
+from shardwise.doctor.job import CannotGoOn, CheckFailed, Finding, Job, Surroundings, ok, slow, wrong
 from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _LEAST_FREE = 0.9
@@ -14,18 +14,14 @@ _LEAST_FREE = 0.9
 
 def check_devices(job: Job, around: Surroundings, wanted: str | None) -> list[Finding]:
     """Type, model, memory and peers of each rank's device."""
-    device = own_device(wanted)
-    kinds = job.gather(device.type)
-    if kinds is not None and len(set(kinds)) > 1:
-        ranks_of = ranks_by_value(enumerate(kinds))
+    facts = job.gather("devices", lambda: _facts(own_device(wanted), around))
+    ranks_of = ranks_by_value((rank, each["type"]) for rank, each in enumerate(facts))
+    if len(ranks_of) > 1:
         sides = ", ".join(f"{kind} on {listed_ranks(ranks)}" for kind, ranks in ranks_of.items())
-        raise CannotGoOn(
-            f"the type is {sides}. Look at the driver and the build of torch where there is none."
-        )
-    if device.type != "cuda":
-        return [] if kinds is None else [ok("devices", f"{device.type} on all ranks")]
-    facts = job.gather(_facts(device, around))
-    return [] if facts is None else judge_devices(facts)
+        text = f"the type is {sides}. Look at the driver and the build of torch where there is none."
+        raise CheckFailed([wrong("devices", text)])
+    (kind,) = ranks_of
+    return judge_devices(facts) if kind == "cuda" else [ok("devices", f"{kind} on all ranks")]
 
 
 def own_device(wanted: str | None) -> torch.device:
@@ -53,10 +49,13 @@ def own_device(wanted: str | None) -> torch.device:
     return torch.device(kind, index)
 
 
-def _facts(device: torch.device, around: Surroundings) -> dict[str, object]:
+def _facts(device: torch.device, around: Surroundings) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"type": device.type}
     free, total = torch.cuda.mem_get_info(device)
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
     return {
+        "type": device.type,
         "name": torch.cuda.get_device_name(device),
         "place": f"{around.host} {device}",
         "uuid": str(torch.cuda.get_device_properties(device).uuid),  # numbers depend on what is visible
@@ -66,7 +65,7 @@ def _facts(device: torch.device, around: Surroundings) -> dict[str, object]:
     }
 
 
-def judge_devices(facts: list[dict]) -> list[Finding]:  # type: ignore[type-arg]
+def judge_devices(facts: list[dict[str, Any]]) -> list[Finding]:
     """The findings from what each rank has told of its device."""
     found: list[Finding] = []
     for rank, each in enumerate(facts):

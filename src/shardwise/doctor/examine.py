@@ -1,67 +1,59 @@
-"""All checks in order, each on all ranks; rank 0 judges."""
+"""All checks in order; here those of what is around each rank: versions, environment, clock."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.doctor.clocks import check_clocks
 from shardwise.doctor.devices import check_devices
-from shardwise.doctor.equality import check_environment, check_versions
-from shardwise.doctor.findings import Finding, ok, wrong
 from shardwise.doctor.folders import check_folder
-from shardwise.doctor.job import CannotGoOn, Hung, Job, NoAnswer, OtherRankFailed, Surroundings
+from shardwise.doctor.job import CheckFailed, Finding, Job, Surroundings, ok, wrong
 from shardwise.doctor.network import check_mesh
 from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
-Check = Callable[[], list[Finding]]
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "SHARDWISE_", "OMP_", "MKL_", "PYTORCH_", "UCX_", "FI_")
+_OF_ONE_HOST = ("_IFNAME", "_HCA", "_FILE", "_DEVICES", "_RANK", "_HOST", "_DIR")
+"""Names of interfaces and files, which may differ where machines do."""
 
-_LONGEST_ERROR = 400
-
-
-@dataclass(frozen=True)
-class ExaminationPlan:
-    """How the job is going to train, as the options say it: on a mesh of such sizes (``2x8``; by default one
-    dimension) and names (``replicate,shard``), on devices of a type (by default the accelerator, or the
-    host), with checkpoints in these folders."""
-
-    mesh: str | None = None
-    names: str | None = None
-    device_type: str | None = None
-    folders: Sequence[Path] = ()
+_MOST_APART_S = 0.5
+_ROUNDS = 5
 
 
-def examine(job: Job, around: Surroundings, plan: ExaminationPlan) -> list[Finding]:
-    """The findings of all checks on rank 0, and none elsewhere.
+def examine(
+    job: Job,
+    around: Surroundings,
+    *,
+    folders: Sequence[Path] = (),
+    mesh: tuple[int, ...] | None = None,
+    names: Sequence[str] | None = None,
+    device_type: str | None = None,
+) -> list[Finding]:
+    """The findings of all checks, up to the first that cannot be made; the same on all ranks.
 
-    A check that raises on any rank ends the examination: ranks would not meet in those that follow.
+    Args:
+        job: the ranks.
+        around: what is around this one.
+        folders: for checkpoints.
+        mesh: its sizes; by default one dimension.
+        names: of its dimensions.
+        device_type: what to train on; by default the accelerator, or the host.
     """
-    checks: list[tuple[str, Check]] = [
-        ("ranks", partial(_check_ranks, job, around)),
-        ("versions", partial(check_versions, job, around)),
-        ("environment", partial(check_environment, job, around)),
-        ("clocks", partial(check_clocks, job, around)),
-        *((f"folder {folder}", partial(check_folder, job, folder)) for folder in plan.folders),
-        ("devices", partial(check_devices, job, around, plan.device_type)),
-        ("mesh", partial(check_mesh, job, plan.mesh, plan.names, plan.device_type)),
-    ]
     found: list[Finding] = []
-    for number, (subject, check) in enumerate(checks):
-        job.begin(f"check {number}")
-        error = _error_of(check, found, job)
-        job.begin(f"errors {number}")
-        failed = _causes(job, job.answers(error))
-        found += [wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in failed.items()]
-        if job.share(bool(failed)):
-            break
+    try:
+        found += _check_ranks(job, around)
+        found += _check_versions(job, around)
+        found += _check_environment(job, around)
+        found += _check_clocks(job, around)
+        for folder in folders:
+            found += check_folder(job, folder)
+        found += check_devices(job, around, device_type)
+        found += check_mesh(job, mesh, names, device_type)
+    except CheckFailed as failed:
+        found += failed.findings
     return found
 
 
 def _check_ranks(job: Job, around: Surroundings) -> list[Finding]:
     """Whether all have come, and how many there are on each machine."""
-    hosts = job.gather(around.host)
-    if hosts is None:
-        return []
+    hosts = job.gather("ranks", lambda: around.host)
     counts = [len(ranks) for ranks in ranks_by_value(enumerate(hosts)).values()]
     if len(counts) == 1:
         return [ok("ranks", f"{job.world} on one machine ({hosts[0]})")]
@@ -69,28 +61,55 @@ def _check_ranks(job: Job, around: Surroundings) -> list[Finding]:
     return [ok("ranks", f"{job.world} on {len(counts)} machines, {each} on each")]
 
 
-def _error_of(check: Check, found: list[Finding], job: Job) -> dict[str, str]:
-    """Run the check and add what it finds; the text of what it raises, and whether others are the cause."""
-    try:
-        found += check()
-    except OtherRankFailed:
-        return {"consequence": "another rank failed"}
-    except NoAnswer as error:
-        return {"consequence": str(error)}
-    except Exception as error:
-        if not isinstance(error, Hung):  # each rank tells that itself
-            job.fail()
-        text = str(error) if isinstance(error, CannotGoOn) else f"{type(error).__name__}: {error}"
-        return {"cause": " ".join(text.split())[:_LONGEST_ERROR]}
-    return {}
+def _check_versions(job: Job, around: Surroundings) -> list[Finding]:
+    facts = job.gather("versions", lambda: dict(around.versions))
+    shown = ", ".join(f"{name} {version}" for name, version in facts[0].items())
+    return _differences("versions", facts, "Install the same everywhere.") or [ok("versions", shown)]
 
 
-def _causes(job: Job, errors: dict[int, dict[str, str]] | None) -> dict[str, list[int]]:
-    """Why the check failed, and on which ranks; consequences are left out if there is a cause."""
-    if errors is None:
-        return {}
-    causes = [(rank, error["cause"]) for rank, error in errors.items() if "cause" in error]
-    silent = [rank for rank in range(job.world) if rank not in errors]
-    causes += [(rank, f"no answer within {job.timeout_s:g} s. Has its process ended?") for rank in silent]
-    consequences = [(rank, text) for rank, error in errors.items() for text in error.values()]
-    return ranks_by_value(causes or consequences)
+def _check_environment(job: Job, around: Surroundings) -> list[Finding]:
+    """Variables that change how ranks compute and communicate: of libraries, thread pools, torch's memory."""
+
+    def own() -> dict[str, str]:
+        return {
+            name: value
+            for name, value in sorted(around.environment.items())
+            if name.startswith(_PREFIXES) and not name.endswith(_OF_ONE_HOST)
+        }
+
+    facts = job.gather("environment", own)
+    shown = ", ".join(f"{name}={value}" for name, value in facts[0].items()) or "none is set"
+    advice = "Export the same on all machines."
+    return _differences("environment", facts, advice) or [ok("environment", shown)]
+
+
+def _differences(subject: str, facts: Sequence[Mapping[str, str]], advice: str) -> list[Finding]:
+    """A finding for each name whose value is not the same on all ranks."""
+    found = []
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = ranks_by_value((rank, each.get(name, "nothing")) for rank, each in enumerate(facts))
+        if len(values) > 1:
+            sides = ", ".join(f"{value} on {listed_ranks(ranks)}" for value, ranks in values.items())
+            found.append(wrong(subject, f"{name} is {sides}. {advice}"))
+    return found
+
+
+def _check_clocks(job: Job, around: Surroundings) -> list[Finding]:
+    """How far the clock of each rank is ahead of that of rank 0: logs and traces are compared by time.
+
+    An exchange ends on rank 0 first, and on the others when they look. So each reads its clock later than
+    rank 0, by as little as in the best of several rounds.
+    """
+    rounds = [job.gather("clocks", around.clock) for _ in range(_ROUNDS)]
+    offsets = [min(times[rank] - times[0] for times in rounds) for rank in range(job.world)]
+    advice = "Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine."
+    found = [
+        wrong(
+            "clocks",
+            f"that of rank {rank} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of "
+            f"rank 0. {advice}",
+        )
+        for rank, offset in enumerate(offsets)
+        if abs(offset) > _MOST_APART_S
+    ]
+    return found or [ok("clocks", f"at most {1e3 * max(map(abs, offsets)):.1f} ms from that of rank 0")]

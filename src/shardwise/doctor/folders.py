@@ -4,13 +4,16 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from shardwise.doctor.findings import Finding, ok, wrong
-from shardwise.doctor.job import Job
+from shardwise.doctor.job import Finding, Job, ok, wrong
 from shardwise.layout.fqns import listed_ranks, ranks_by_value
+
+T = TypeVar("T")
 
 _SHARE_OF_TIMEOUT = 6
 """So much of the timeout (10 s of it by default) a shared file system may take to show a new file."""
@@ -22,62 +25,73 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
     Rank 0 makes the folder if it is not there, as a save does, and removes it afterwards.
     """
     subject = f"folder {folder}"
-    patience_s = job.timeout_s / _SHARE_OF_TIMEOUT
-    made, why_not = _made(folder) if job.rank == 0 else ([], "")
-    if why_not := job.share(why_not):
-        return [] if job.rank else [wrong(subject, f"rank 0 cannot make it, as a save would: {why_not}.")]
-    name = job.share(f".shardwise-doctor-{uuid.uuid4().hex}")
-    own = folder / f"{name}-{job.rank}"
+    missing = [each for each in (folder, *folder.parents) if not each.exists()] if job.rank == 0 else []
+    why_not, name = job.gather(subject, lambda: (_make(folder) if job.rank == 0 else "", uuid.uuid4().hex))[0]
+    if why_not:
+        return [wrong(subject, f"rank 0 cannot make it, as a save would: {why_not}.")]
+    names = [f".shardwise-doctor-{name}-{rank}" for rank in range(job.world)]
+    own, patience_s = folder / names[job.rank], job.timeout_s / _SHARE_OF_TIMEOUT
+
+    def write() -> str:
+        is_missing = _what_stays(lambda: not folder.is_dir(), patience_s)
+        return _NOT_THERE if is_missing else _write(own)
+
+    def look() -> tuple[list[int], int]:
+        if errors[job.rank]:
+            return [], 0
+        written = [rank for rank, error in enumerate(errors) if not error]
+        unseen = _what_stays(partial(_unseen, folder, names, written), patience_s)
+        return unseen, shutil.disk_usage(folder).free
+
     try:
-        error = _write(own) if _appears(folder, patience_s) else _NOT_THERE
-        errors = job.gather(error)
-        written = job.share(errors and [rank for rank, each in enumerate(errors) if not each])
-        names = {rank: f"{name}-{rank}" for rank in written}
-        unseen = [] if error else _unseen(folder, names, patience_s)
-        facts = job.gather({"unseen": unseen, "free": _free_bytes(folder)})
-        job.share(None)  # all have looked
+        errors = job.gather(subject, write)
+        facts = job.gather(subject, look)
     finally:
         for path in (own, _partial(own)):
             with suppress(OSError):
                 path.unlink()
-    job.gather(None)  # all have removed their files
-    for each in made:
+    job.gather(subject, lambda: None)  # all have removed their files
+    for each in missing:
         with suppress(OSError):
             each.rmdir()
-    if errors is None or facts is None:
-        return []
     failed = ranks_by_value((rank, error) for rank, error in enumerate(errors) if error)
     found = [
         wrong(subject, f"{listed_ranks(ranks)} cannot save there: {error}.")
         for error, ranks in failed.items()
     ]
-    for rank, each in enumerate(facts):
-        if each["unseen"]:
-            text = f"rank {rank} does not see what {listed_ranks(each['unseen'])} wrote: it is not shared"
+    for rank, (unseen, _) in enumerate(facts):
+        if unseen:
+            text = f"rank {rank} does not see what {listed_ranks(unseen)} wrote: it is not shared"
             found.append(wrong(subject, f"{text}. Mount one file system there on all machines."))
-    free_gb = min(each["free"] for each in facts) / 1e9
+    free_gb = min(free for _, free in facts) / 1e9
     return found or [ok(subject, f"shared by all ranks; write, fsync and rename work; {free_gb:.0f} GB free")]
 
 
 _NOT_THERE = "it is not there, as it is on rank 0. Mount one file system there on all machines"
 
 
-def _made(folder: Path) -> tuple[list[Path], str]:
-    """Make the folder and those above it; which ones, deepest first, and the text of what fails."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+def _make(folder: Path) -> str:
+    """Make the folder and those above it; the text of what fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return missing, error.strerror or str(error)
-    return missing, ""
+        return error.strerror or str(error)
+    return ""
 
 
-def _appears(folder: Path, within_s: float) -> bool:
-    """Whether the folder is there, or comes to be: rank 0 may just have made it."""
+def _what_stays(look: Callable[[], T], within_s: float) -> T:
+    """What ``look`` returns in the end: other machines may show a change of the folder later."""
     deadline = time.monotonic() + within_s
-    while not folder.is_dir() and time.monotonic() < deadline:
+    while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return folder.is_dir()
+    return found
+
+
+def _unseen(folder: Path, names: Sequence[str], written: Sequence[int]) -> list[int]:
+    """The ranks whose files are not there. Opening a folder makes NFS ask the server again, as asking for a
+    file may not."""
+    there = set(os.listdir(folder))
+    return [rank for rank in written if names[rank] not in there]
 
 
 def _write(path: Path) -> str:
@@ -95,22 +109,3 @@ def _write(path: Path) -> str:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
-
-
-def _unseen(folder: Path, names: Mapping[int, str], within_s: float) -> list[int]:
-    """The ranks whose files do not come to be there. Opening a folder makes NFS ask the server again, as
-    asking for a file may not."""
-    deadline = time.monotonic() + within_s
-    while True:
-        there = set(os.listdir(folder))
-        unseen = [rank for rank, name in names.items() if name not in there]
-        if not unseen or time.monotonic() > deadline:
-            return unseen
-        time.sleep(0.05)
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0

@@ -1,44 +1,78 @@
-"""The ranks of the job, as a check meets them: what is around each, and how they tell rank 0.
+"""The ranks of the job, as a check meets them: what is around each, how they tell each other, what they find.
 
-Facts are left on the board of the job, which works where collectives do not. A rank whose check fails says so
-there, so that the others do not wait for it.
+Facts are left on the board of the job, which works where collectives do not. Rank 0 puts them together, so
+that a rank has a few operations, and all ranks come to the same findings.
 
-    shardwise/doctor/1/check 3/1/2       what rank 2 told in the first exchange of a check
-    shardwise/doctor/1/check 3/failed    a rank has failed in it
+    shardwise/doctor/1/3/2      what rank 2 told in the third exchange of the first examination
+    shardwise/doctor/1/3/all    what all have told, for all of them
 """
 
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.layout.fqns import listed_ranks, ranks_by_value
+from shardwise.layout.text_tables import aligned
 from shardwise.ranks.board import Board
 
 T = TypeVar("T")
 
+_LONGEST_ERROR = 400
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found on ``subject``: the figures, or what is not well and what to do.
+
+    ``verdict``: "ok"; "slow": training works, and takes longer than it would have to; or "wrong": training
+    fails, hangs or goes astray.
+    """
+
+    verdict: str
+    subject: str
+    text: str
+
+
+ok, slow, wrong = (partial(Finding, verdict) for verdict in ("ok", "slow", "wrong"))
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """One line for each finding, and a last one with the count of those that are not well."""
+    rows = [(each.verdict, each.subject, each.text) for each in findings]
+    lines = aligned([("verdict", "what", "found"), *rows], right=())
+    verdicts = [each.verdict for each in findings]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "slow", "wrong"))
+    return "\n".join([*lines, "", counts])
+
+
+# --- the ranks ------------------------------------------------------------------------------------
+
+
+class CheckFailed(Exception):
+    """A check could not be made, for the reasons in ``findings``; raised on all ranks alike."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__(table(findings))
+        self.findings = findings
+
 
 class CannotGoOn(Exception):
-    """The text says what is wrong; without it, what follows cannot be checked."""
+    """The text says what is wrong on this rank."""
 
 
 class Hung(CannotGoOn):
-    """Something did not end in time, here and likely on other ranks as well."""
-
-
-class OtherRankFailed(Exception):
-    """What this rank waits for will not come, and the rank that failed says why."""
-
-
-class NoAnswer(TimeoutError):
-    """A rank has told nothing in time."""
+    """Something did not end in time, perhaps because of another rank."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +94,6 @@ class Surroundings:
         return Surroundings(versions, dict(os.environ), platform.node())
 
 
-@dataclass
 class Job:
     """One rank's end of the job; all ranks run the same checks in the same order.
 
@@ -68,77 +101,74 @@ class Job:
     ``has_hung``: a thread of this process is still in a collective.
     """
 
-    rank: int
-    world: int
-    store: dist.Store
-    timeout_s: float = 60.0
-    has_hung: bool = field(default=False, init=False)
-    board: Board = field(init=False)
-    _scope: str = field(default="", init=False)
-    _num_exchanges: int = field(default=0, init=False)
+    def __init__(self, rank: int, world: int, store: dist.Store, timeout_s: float = 60.0) -> None:
+        self.rank = rank
+        self.world = world
+        self.store = store
+        self.timeout_s = timeout_s
+        self.has_hung = False
+        run = store.add(f"shardwise/doctor/runs/{rank}", 1)  # earlier ones have left their facts
+        self._board = Board(store, f"shardwise/doctor/{run}")
+        self._num_exchanges = 0
 
-    def __post_init__(self) -> None:
-        run = self.store.add(f"shardwise/doctor/runs/{self.rank}", 1)  # earlier ones have left their facts
-        self.board = Board(self.store, f"shardwise/doctor/{run}")
-
-    def begin(self, scope: str) -> None:
-        """Give what follows keys of its own, so that a rank that has failed before meets the others."""
-        self._scope, self._num_exchanges = scope, 0
-
-    def fail(self) -> None:
-        """Tell the others that this rank leaves the scope early."""
-        self.board.post(f"{self._scope}/failed", True)
-
-    # --- exchanges ----------------------------------------------------------------------------------
-
-    def gather(self, own: Any) -> list[Any] | None:
-        """The facts of all ranks, in order, on rank 0; None elsewhere. They travel as JSON.
+    def gather(self, subject: str, function: Callable[[], T]) -> list[T]:
+        """What ``function`` returns on each rank, on all ranks. It travels as JSON.
 
         Raises:
-            NoAnswer: on rank 0, with the ranks that have not told theirs.
+            CheckFailed: it has raised on any rank, or a rank has told nothing in time.
         """
-        answers = self.answers(own)
-        if answers is None:
-            return None
-        silent = [rank for rank in range(self.world) if rank not in answers]
-        if silent:
-            raise NoAnswer(f"no answer from {silent} within {self.timeout_s:g} s")
-        return [answers[rank] for rank in range(self.world)]
+        told: dict[str, Any] = {}
+        try:
+            told["fact"] = function()
+        except Hung as error:
+            told["hung"] = str(error)
+        except Exception as error:
+            text = str(error) if isinstance(error, CannotGoOn) else f"{type(error).__name__}: {error}"
+            told["error"] = " ".join(text.split())[:_LONGEST_ERROR]
+        self._num_exchanges += 1
+        key = str(self._num_exchanges)
+        self._board.post(f"{key}/{self.rank}", told)
+        if self.rank == 0:
+            self._board.post(f"{key}/all", self._collected(key))
+        everyone = self._wait_for(f"{key}/all", 10 * self.timeout_s)  # rank 0 may have more to do
+        failed = [(rank, each["error"]) for rank, each in enumerate(everyone) if "error" in each]
+        failed = failed or [(rank, each["hung"]) for rank, each in enumerate(everyone) if "hung" in each]
+        if failed:
+            by_text = ranks_by_value(failed).items()
+            raise CheckFailed([wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in by_text])
+        return [each["fact"] for each in everyone]
 
-    def answers(self, own: Any) -> dict[int, Any] | None:
-        """As ``gather``, by rank, without those that have told nothing in time."""
-        key = self.new_key()
-        self.board.post(f"{key}/{self.rank}", own)
-        if self.rank:
-            return None
-        found: dict[int, Any] = {}
-        check = self._check_within(self.timeout_s)
+    def run(self, subject: str, function: Callable[[], T]) -> T:
+        """What ``function`` returns on this rank, once it has returned on all; raises as ``gather``."""
+        results: list[T] = []
+        self.gather(subject, lambda: results.append(function()))
+        return results[0]
+
+    def leave(self) -> None:
+        """To be called at the end: rank 0 leaves last, since the store may be in its process."""
+        self._board.post(f"left/{self.rank}", {})
+        if self.rank == 0:
+            self._collected("left")
+
+    def _collected(self, key: str) -> list[dict[str, Any]]:
+        """What all ranks have told at ``key``; an error of those that have told nothing in time."""
+        deadline = time.monotonic() + self.timeout_s
+        found = []
         for rank in range(self.world):
-            with suppress(NoAnswer):
-                found[rank] = self.board.wait_for(f"{key}/{rank}", check)
+            try:
+                found.append(self._wait_for(f"{key}/{rank}", deadline - time.monotonic()))
+            except TimeoutError:
+                found.append({"error": f"no answer within {self.timeout_s:g} s. Has its process ended?"})
         return found
 
-    def share(self, value: Any) -> Any:
-        """The ``value`` of rank 0, on all ranks."""
-        key = self.new_key()
-        if self.rank == 0:
-            self.board.post(key, value)
-        return self.wait_for(key, 3 * self.timeout_s)  # rank 0 may wait for others, and twice
+    def _wait_for(self, key: str, within_s: float) -> Any:
+        deadline = time.monotonic() + within_s
 
-    def wait_for(self, key: str, within_s: float | None = None) -> Any:
-        """The fact at ``key``, once a rank has told it: ``within_s``, by default the timeout.
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"doctor: rank 0 has told nothing within {within_s:g} s. Has it ended?")
 
-        Raises:
-            NoAnswer: nobody has, in time.
-        """
-        return self.board.wait_for(key, self._check_within(within_s or self.timeout_s))
-
-    def new_key(self) -> str:
-        """A key that all ranks have in common, and that nobody has used."""
-        self._num_exchanges += 1
-        return f"{self._scope}/{self._num_exchanges}"
-
-    # --- what may hang ------------------------------------------------------------------------------
+        return self._board.wait_for(key, check)
 
     def within_timeout(self, what: str, function: Callable[[], T]) -> T:
         """What ``function`` returns. It runs in a thread, which is left behind if it does not come back.
@@ -155,28 +185,11 @@ class Job:
                 result.set_exception(error)
 
         threading.Thread(target=run, name=f"doctor: {what}", daemon=True).start()
-        check = self._check_within(self.timeout_s)
-        try:
-            while not wait([result], timeout=0.2).done:
-                check()
-        except NoAnswer:
+        if not wait([result], timeout=self.timeout_s).done:
+            self.has_hung = True
             raise Hung(
                 f"{what} did not end within {self.timeout_s:g} s. Either a rank does not take part, or the "
                 "network does not connect these ranks: look at firewalls, and at the interface that "
                 "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names."
-            ) from None
-        finally:
-            self.has_hung |= not result.done()
+            )
         return result.result()
-
-    def _check_within(self, seconds: float) -> Callable[[], None]:
-        """What to call while this rank waits: it raises once the time is over, or a rank has failed."""
-        deadline = time.monotonic() + seconds
-
-        def check() -> None:
-            if self.board.read(f"{self._scope}/failed"):
-                raise OtherRankFailed
-            if time.monotonic() > deadline:
-                raise NoAnswer(f"no answer within {seconds:g} s")
-
-        return check

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.doctor.devices import own_device
-from shardwise.doctor.findings import Finding, ok, slow, wrong
-from shardwise.doctor.job import CannotGoOn, Job
+from shardwise.doctor.job import CannotGoOn, Finding, Job, ok, slow, wrong
 from shardwise.layout.fqns import listed_ranks
 from shardwise.torch_compat import c10d
 
@@ -36,81 +36,51 @@ _MOST_BEHIND = 2.0
 """How many times longer than in the median of its like a process group may take."""
 
 
-def check_mesh(job: Job, mesh: str | None, names: str | None, wanted: str | None) -> list[Finding]:
-    """Connect the ranks and run each collective in each dimension; a finding each."""
-    sizes = _sizes(mesh, job.world)
-    return _check_mesh(job, sizes, _names(names, len(sizes)), wanted)
-
-
-def _sizes(mesh: str | None, world: int) -> tuple[int, ...]:
-    """The ranks in each dimension of ``2x8``."""
-    words = (mesh or str(world)).split("x")
-    if not all(word.isdecimal() for word in words) or math.prod(map(int, words)) != world:
-        raise CannotGoOn(f"--mesh {mesh} does not hold {world} ranks. Give sizes whose product is {world}.")
-    return tuple(map(int, words))
-
-
-def _names(names: str | None, num_dims: int) -> tuple[str, ...]:
-    """The names in ``replicate,shard``, or those that strategies use."""
-    chosen = names.split(",") if names else {1: ["shard"], 2: ["replicate", "shard"]}.get(num_dims)
-    if chosen is None or len(chosen) != num_dims or not all(chosen) or len(set(chosen)) < num_dims:
-        raise CannotGoOn(f"the mesh has {num_dims} dimensions. Give as many different --names.")
-    return tuple(chosen)
-
-
-def _check_mesh(
-    job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str | None
+def check_mesh(
+    job: Job, sizes: tuple[int, ...] | None, names: Sequence[str] | None, wanted: str | None
 ) -> list[Finding]:
-    mesh = job.within_timeout("connecting the ranks", partial(_mesh, job, sizes, names, wanted))
+    """Connect the ranks and run each collective in each dimension; a finding each."""
+    connect = partial(_mesh, job, sizes or (job.world,), names, wanted)
+    mesh = job.run("mesh", partial(job.within_timeout, "connecting the ranks", connect))
     backend = c10d.backend_name(mesh.get_group(0), torch.device(mesh.device_type))
-    shape = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-    found = [ok("mesh", f"{shape}, over {backend}")]
-    for dim, name in enumerate(names):
-        pg = mesh.get_group(dim)
-        if pg.size() > 1:
-            for kind, collective in _COLLECTIVES.items():
-                found += _measure(job, pg, f"{name}: {kind}", collective, wanted)
-    return found if job.rank == 0 else []
+    dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    found = [ok("mesh", f"{' x '.join(f'{name} {size}' for name, size in dims.items())}, over {backend}")]
+    for name, size in dims.items():
+        for kind, collective in _COLLECTIVES.items() if size > 1 else ():
+            subject = f"{name}: {kind}"
+            measure = partial(_measured, mesh.get_group(name), collective, wanted)
+            found += judge(subject, job.gather(subject, partial(job.within_timeout, subject, measure)))
+    return found
 
 
-def _mesh(job: Job, sizes: tuple[int, ...], names: tuple[str, ...], wanted: str | None) -> DeviceMesh:
+def _mesh(job: Job, sizes: tuple[int, ...], names: Sequence[str] | None, wanted: str | None) -> DeviceMesh:
+    if (size := math.prod(sizes)) != job.world:
+        raise CannotGoOn(f"--mesh holds {size} ranks, and the job has {job.world}.")
+    names = names or {1: ("shard",), 2: ("replicate", "shard")}.get(len(sizes), ())
+    if len(names) != len(sizes):
+        raise CannotGoOn(f"the mesh has {len(sizes)} dimensions. Give as many different --names.")
     device = own_device(wanted)
     if not dist.is_initialized():
         # Later than the job's own timeout, since NCCL's is the end of the process.
         later = timedelta(seconds=2 * job.timeout_s)
         store = dist.PrefixStore("shardwise/doctor/process_group", job.store)
         dist.init_process_group(store=store, rank=job.rank, world_size=job.world, timeout=later)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(names))
 
 
-def _measure(
-    job: Job, pg: dist.ProcessGroup, subject: str, collective: Collective, wanted: str | None
-) -> list[Finding]:
-    own: dict[str, object] = {"ranks": c10d.ranks_of(pg), "seconds": [], "is_right": True}
-    seconds: list[float] = []
-    for num_bytes in SIZES:
-        what = f"{subject} of {num_bytes >> 10} KiB"
-        took, is_right = job.within_timeout(what, partial(_time, pg, collective, num_bytes, wanted))
-        seconds.append(took)
-        own["is_right"] = own["is_right"] and is_right
-    own["seconds"] = seconds
-    facts = job.gather(own)
-    return [] if facts is None else judge(subject, facts)
-
-
-def _time(
-    pg: dist.ProcessGroup, collective: Collective, num_bytes: int, wanted: str | None
-) -> tuple[float, bool]:
-    """The seconds of the fastest of several, and whether the first has given what it should."""
+def _measured(pg: dist.ProcessGroup, collective: Collective, wanted: str | None) -> dict[str, Any]:
+    """For each size the seconds of the fastest of several, and whether the first has given what it should."""
     device = own_device(wanted)
-    numel = max(1, num_bytes // torch.float32.itemsize // pg.size())
-    run, is_right = collective(pg, numel, device)
-    run()  # connects
-    was_right = is_right()
-    return min(_timed(run, device) for _ in range(_REPEATS)), was_right
+    seconds, are_right = [], True
+    for num_bytes in SIZES:
+        run, is_right = collective(pg, max(1, num_bytes // torch.float32.itemsize // pg.size()), device)
+        run()  # connects
+        are_right &= is_right()
+        seconds.append(min(_timed(run, device) for _ in range(_REPEATS)))
+    return {"ranks": c10d.ranks_of(pg), "seconds": seconds, "is_right": are_right}
 
 
-def judge(subject: str, facts: Sequence[dict[str, list]]) -> list[Finding]:  # type: ignore[type-arg]
+def judge(subject: str, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     """The findings from the ``ranks``, ``seconds`` by size, and whether it ``is_right``, of each rank."""
     bad = [rank for rank, each in enumerate(facts) if not each["is_right"]]
     if bad:
@@ -138,16 +108,12 @@ def judge(subject: str, facts: Sequence[dict[str, list]]) -> list[Finding]:  # t
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
+    synchronize()
     started = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:

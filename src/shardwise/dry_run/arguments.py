@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_type
 from shardwise.dry_run.step import Call, fakes_of
 from shardwise.torch_compat import pytree
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -30,10 +27,7 @@ def memory_in_bytes(caller: str, memory: Any) -> int:
 
     ``caller``: the public function that was called, for messages.
     """
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
-        raise TypeError(
-            f'{caller}: memory is a {type(memory).__name__}; pass a number of bytes or a text such as "80GB".'
-        )
+    check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB"', int, str)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
     if num_bytes == 0:

@@ -1,14 +1,13 @@
 """Optimizers by name, for what they keep and what a step of them allocates."""
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from shardwise.arguments import check_type
 
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {}),
@@ -57,46 +56,32 @@ def optimizer_named(
 
     Raises:
         ValueError: there is no such optimizer.
-        TypeError: it is neither a name nor can be called.
+        TypeError: it is neither a name nor can be called, or returns something else.
     """
     known = known_optimizers()
-    if not isinstance(optimizer, str):
-        if not callable(optimizer):
-            raise TypeError(
-                f"{caller}: optimizer is a {type(optimizer).__name__}; pass a name ({', '.join(known)}), a "
-                "class, or a function of the list of parameters that returns an optimizer."
-            )
-        return partial(_made_by_caller, caller, optimizer)
-    if optimizer.lower() not in known:
+    wanted = f"a name ({', '.join(known)}), a class, or a function of the list of parameters"
+    check_type(caller, "optimizer", optimizer, wanted, str, Callable)
+    if isinstance(optimizer, str) and optimizer.lower() not in known:
         raise ValueError(f"{caller}: there is no optimizer '{optimizer}'. Pass one of {', '.join(known)}.")
-    return partial(_made, optimizer.lower(), is_foreach)
+
+    def make(params: list[nn.Parameter]) -> Several:
+        if isinstance(optimizer, str):
+            return Several(_by_name(optimizer.lower(), is_foreach, params))
+        made = optimizer(params)
+        wanted = "a function that returns a torch.optim.Optimizer"
+        check_type(caller, "what optimizer() returned", made, wanted, torch.optim.Optimizer)
+        return Several([made])
+
+    return make
 
 
-def _made(name: str, is_foreach: bool, params: list[nn.Parameter]) -> Several:
-    class_name, options = _KNOWN[name]
+def _by_name(name: str, is_foreach: bool, params: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
+    cls, options = _KNOWN[name]
+    shares = {cls: params}
     if name == "muon":  # takes matrices; what is left goes to AdamW, as its authors recommend
-        matrices = [param for param in params if param.dim() == 2]
-        others = [param for param in params if param.dim() != 2]
-        return Several(
-            [*([_of(class_name, is_foreach, matrices)] * bool(matrices)),
-             *([_of("AdamW", is_foreach, others)] * bool(others))]
-        )  # fmt: skip
-    return Several([_of(class_name, is_foreach, params, **options)])
-
-
-def _of(
-    class_name: str, is_foreach: bool, params: list[nn.Parameter], **options: Any
-) -> torch.optim.Optimizer:
-    cls = getattr(torch.optim, class_name)
-    if is_foreach and "foreach" in inspect.signature(cls).parameters:
-        options["foreach"] = True
-    return cls(params, **options)
-
-
-def _made_by_caller(caller: str, make: Callable[..., Any], params: list[nn.Parameter]) -> Several:
-    made = make(params)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(
-            f"{caller}: optimizer() returned a {type(made).__name__}, not a torch.optim.Optimizer."
-        )
-    return Several([made])
+        shares = {cls: [p for p in params if p.dim() == 2], "AdamW": [p for p in params if p.dim() != 2]}
+    for cls, share in shares.items():
+        make = getattr(torch.optim, cls)
+        has_foreach = is_foreach and "foreach" in inspect.signature(make).parameters
+        if share:
+            yield make(share, **options, **({"foreach": True} if has_foreach else {}))

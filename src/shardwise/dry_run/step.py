@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicators import GlooExchange, unless_alone
-from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, without_computation
+from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, meta_copy, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (
     ACTIVATIONS,
@@ -117,8 +117,8 @@ class Step:
 
 
 def dry_run(model: nn.Module, plan: DryRunPlan) -> Step:
-    """Shard ``model``, which is on the meta device and becomes unusable, and run a step of it."""
-    log, sent = MemoryLog(), Counter[str]()
+    """Shard a copy of ``model`` that takes no memory, and run a step of it."""
+    log, sent, model = MemoryLog(), Counter[str](), meta_copy(model)
 
     def tell(dimension: str, num_bytes: int, tensors: Sequence[Tensor]) -> None:
         log.look()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.arguments import check_module
 from shardwise.engine.backward import gradient_arrived, gradients_complete, graph_task
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import IN_USE
@@ -66,6 +67,38 @@ def sharded_module_states(module: nn.Module) -> list[ModuleState]:
     """The states of ``module`` and of all sharded modules inside it, each once, outermost first."""
     module_states = [m.__dict__[_ATTRIBUTE] for m in module.modules() if _ATTRIBUTE in m.__dict__]
     return list({id(module_state): module_state for module_state in module_states}.values())
+
+
+def states_to_use(caller: str, model: Any) -> list[ModuleState]:
+    """As ``sharded_module_states``, for a public function.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing in it is sharded.
+    """
+    check_module(caller, model)
+    module_states = sharded_module_states(model)
+    if not module_states:
+        raise ValueError(
+            f"{caller}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
+            "shard_model first."
+        )
+    return module_states
+
+
+def module_states_at_rest(caller: str, model: Any) -> list[ModuleState]:
+    """As ``sharded_module_states``, for a public function that needs none of them to be at work.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        RuntimeError: one of them is in a forward or backward, or inside ``unsharded``.
+    """
+    check_module(caller, model)
+    module_states = sharded_module_states(model)
+    for module_state in module_states:
+        module_state.root.refuse_at_work(caller, module_state.group)
+        module_state.group.refuse_if_summoned(caller)
+    return module_states
 
 
 def module_state_of(module: Any) -> ModuleState:

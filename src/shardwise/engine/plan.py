@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.buckets.bucket import Bucket
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.settings import shared_settings
+from shardwise.layout.mesh import mesh_text
 from shardwise.params.parameter import Param
 
 FULL_LOAD = "the checksum of the full value that load_state_dict was given"
@@ -77,7 +78,7 @@ def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, 
         "its group": f"'{group.name}'",
         "shape": str(tuple(param.sharded.shape)),
         "dtype": _short(precision.stored),
-        "mesh": _mesh_text(param.joint_mesh),
+        "mesh": mesh_text(param.joint_mesh),
         "placement": ", ".join(map(str, param.placements)),
         "dtype of computation": _short(precision.computed),
         "dtype of reduction": f"{_short(precision.reduced)}, accumulated in {_short(precision.accumulated)}",
@@ -90,7 +91,7 @@ def _facts_of(param: Param, bucket: Bucket, group: ParameterGroup) -> dict[str, 
 def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
     settings = group.settings
     return {
-        "mesh": f"{_mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
+        "mesh": f"{mesh_text(group.mesh.mesh)} ({', '.join(group.mesh.roles)})",
         **shared_settings(settings, with_those_of_microbatch=is_first),
         "number of modules": str(len(group.modules)),
         "comm_policy": str(group.policy),
@@ -111,8 +112,3 @@ def _names(groups: Sequence[ParameterGroup] | None) -> str:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _mesh_text(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(f"dim {index}" for index in range(mesh.ndim))
-    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)) + ")"

@@ -11,7 +11,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.comm.streams import is_captured
 from shardwise.engine.calls import Call
-from shardwise.groups.group import ParameterGroup, axes_of
+from shardwise.groups.group import ParameterGroup, shard_axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, all_reduce_max
@@ -173,7 +173,7 @@ class UnshardedGroups:
                 "backward: set_reshard_after_backward(True)."
             )
         flags = torch.stack([group.unsharded.differ() for group in kept]).to(torch.int32)
-        self._compared_along[:] = axes_of(kept)
+        self._compared_along[:] = shard_axes_of(kept)
         with monitor_of_job().collective(self._comparison):
             all_reduce_max(flags, self._compared_along)
             are_stale = flags.tolist()

@@ -21,7 +21,7 @@ from shardwise.engine.calls import FAILED, Outcome
 from shardwise.engine.prefetch import Order
 from shardwise.engine.root import Feature, Root
 from shardwise.engine.unsharded_groups import IN_USE, INFERENCE
-from shardwise.groups.group import ParameterGroup, axes_of
+from shardwise.groups.group import ParameterGroup, shard_axes_of
 from shardwise.groups.states import SHARDED
 from shardwise.layout.mesh import all_reduce_max
 from shardwise.ranks.activity import Wait
@@ -34,7 +34,7 @@ class Inference(Feature):
     def __init__(self, root: Root, entered: Sequence[ParameterGroup], kept: set[ParameterGroup]) -> None:
         super().__init__(root)
         self.kept = kept
-        self._axes = axes = axes_of(entered)
+        self._axes = axes = shard_axes_of(entered)
         self._wait = Wait("next forward inside inference()", root.name, lambda: axes)
         self._communicates = any(group not in kept for group in entered)
         self._plan: list[ParameterGroup] | None = None  # what the last forward unsharded, in order

@@ -1,22 +1,21 @@
 """FSDPModule: the methods of a sharded module, and what type checkers take such a module for."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from shardwise.arguments import check_flags, check_number, check_type
 from shardwise.comm.communicators import unless_alone
 from shardwise.comm.custom import CustomCollectives
 from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.finalization import GradientReductionHandle
-from shardwise.engine.module_state import module_state_of
-from shardwise.fsdp_module.arguments import (
-    check_flags,
-    groups_to_configure,
-    root_module_state,
-    set_flag,
-    set_prefetch,
+from shardwise.engine.module_state import (
+    ModuleState,
+    is_sharded,
+    module_state_of,
+    sharded_module_states,
+    under_compile,
 )
 from shardwise.fsdp_module.comm_choices import (
     allocate_from_process_group,
@@ -27,6 +26,7 @@ from shardwise.fsdp_module.comm_choices import (
     use_symmetric_memory,
 )
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.settings import is_of_microbatch
 
 
 class UnshardHandle:
@@ -64,6 +64,9 @@ class FSDPModule:
     - A setting stays until it is changed. If it decides which collectives run, it must be the same on all
       ranks. The next forward with gradients compares settings, except, after the first forward, those that
       may change with each microbatch (gradient synchronisation, all-reduce, reshard after backward).
+    - A setter of the caller's own collectives, or of the memory for them, raises ``RuntimeError`` while the
+      group is unsharded or has unreduced gradients, and ``ValueError`` after another that it cannot be
+      combined with: each brings buffers or collectives of its own.
 
     Example::
 
@@ -149,18 +152,16 @@ class FSDPModule:
             reshard_after_forward: True frees the full parameters after forward and unshards them again for
                 backward: least memory, one more all-gather per group. False keeps them until backward.
         """
-        caller = "set_reshard_after_forward"
-        set_flag(self, caller, "reshard_after_forward", reshard_after_forward, recurse)
+        _set_flag(self, "reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after backward (by default they are).
 
-        The next forward unshards again what has changed meanwhile. After the step of an optimizer of torch's,
-        or of a class derived from one, these are all trainable groups. After a backward without gradient
-        synchronisation (``set_requires_gradient_sync(False)``, ``no_sync``) nothing may change, and nobody is
-        asked. In any other case, such as a step that is written by hand, each rank compares its shards, and
-        an all-reduce of one flag per group tells whether those of any rank have changed; the host waits for
-        the device there.
+        The next forward unshards again what has changed meanwhile: all trainable groups after the step of an
+        optimizer of torch's, or of a class derived from one; nothing after a backward without gradient
+        synchronisation (``set_requires_gradient_sync(False)``, ``no_sync``), where nothing may change.
+        Otherwise, as after a step that is written by hand, each rank compares its shards, and an all-reduce
+        of one flag per group tells whether those of any rank have changed; the host waits for the device.
 
         Args:
             reshard_after_backward: False keeps the full parameters, and their memory, for the next
@@ -170,8 +171,7 @@ class FSDPModule:
             RuntimeError: in the next forward: parameters were changed between microbatches without
                 synchronisation. A CUDA device reports it later, unless the change was one that torch counts.
         """
-        caller = "set_reshard_after_backward"
-        set_flag(self, caller, "reshard_after_backward", reshard_after_backward, recurse)
+        _set_flag(self, "reshard_after_backward", reshard_after_backward, recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether backward unshards this module's own group (by default it does).
@@ -181,7 +181,7 @@ class FSDPModule:
                 for an embedding. A backward that does read them raises autograd's error about variables
                 "modified by an inplace operation", for their memory was freed.
         """
-        set_flag(self, "set_unshard_in_backward", "unshard_in_backward", unshard_in_backward, False)
+        _set_flag(self, "unshard_in_backward", unshard_in_backward, recurse=False)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
@@ -193,9 +193,9 @@ class FSDPModule:
                 graphs need, until the group's dtypes, device or collectives change. False frees the memory
                 of groups that are sharded at once.
         """
-        check_flags("set_keep_unsharded_storage", keep=keep)
-        for group in groups_to_configure(self, recurse, "set_keep_unsharded_storage"):
-            group.unsharded.keep_storage(keep)
+        check_flags("set_keep_unsharded_storage", keep=keep, recurse=recurse)
+        for module_state in _module_states(self, recurse):
+            module_state.group.unsharded.keep_storage(keep)
 
     # --- prefetch ---------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class FSDPModule:
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
             model(batch).sum().backward()
         """
-        set_prefetch(self, "forward_prefetch", modules)
+        _set_prefetch(self, "forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
@@ -235,7 +235,7 @@ class FSDPModule:
             model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
             model(batch).sum().backward()
         """
-        set_prefetch(self, "backward_prefetch", modules)
+        _set_prefetch(self, "backward_prefetch", modules)
 
     # --- which gradients are reduced --------------------------------------------------------------
 
@@ -250,8 +250,7 @@ class FSDPModule:
             requires_gradient_sync: False lets full gradients accumulate, unreduced. True reduces them at the
                 next backward.
         """
-        caller = "set_requires_gradient_sync"
-        set_flag(self, caller, "requires_gradient_sync", requires_gradient_sync, recurse)
+        _set_flag(self, "requires_gradient_sync", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward all-reduces gradients over the replicas of the mesh (by default it does).
@@ -263,7 +262,7 @@ class FSDPModule:
         Args:
             requires_all_reduce: False leaves the all-reduce to a later backward.
         """
-        set_flag(self, "set_requires_all_reduce", "requires_all_reduce", requires_all_reduce, recurse)
+        _set_flag(self, "requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -278,8 +277,8 @@ class FSDPModule:
         Args:
             reduce_scatter_unused_params: True lets every rank take part with zeros.
         """
-        caller, flag = "set_reduce_scatter_unused_params", "reduce_scatter_unused_params"
-        set_flag(self, caller, flag, reduce_scatter_unused_params, recurse, setting="zeros_for_unused")
+        flag, setting = "reduce_scatter_unused_params", "zeros_for_unused"
+        _set_flag(self, flag, reduce_scatter_unused_params, recurse, setting)
 
     def set_may_be_unused(self, may_be_unused: bool = True) -> None:
         """Choose whether some ranks may skip this module while others run it.
@@ -299,7 +298,7 @@ class FSDPModule:
             model.blocks[1].set_may_be_unused()  # which blocks run depends on the rank
             model(batch).sum().backward()
         """
-        set_flag(self, "set_may_be_unused", "may_be_unused", may_be_unused, recurse=True)
+        _set_flag(self, "may_be_unused", may_be_unused, recurse=True)
         module_state_of(self).root.start_over()
 
     def set_reduce_ignored_params(self, reduce_ignored_params: bool, *, recurse: bool = True) -> None:
@@ -311,8 +310,7 @@ class FSDPModule:
         Args:
             reduce_ignored_params: True averages them.
         """
-        caller, flag = "set_reduce_ignored_params", "reduce_ignored_params"
-        set_flag(self, caller, flag, reduce_ignored_params, recurse, setting="averages_ignored")
+        _set_flag(self, "reduce_ignored_params", reduce_ignored_params, recurse, "averages_ignored")
 
     # --- how they are reduced ---------------------------------------------------------------------
 
@@ -323,28 +321,27 @@ class FSDPModule:
             factor: a finite number above 0. The number of ranks (default) averages; 1.0 sums.
 
         Raises:
-            ValueError: ``factor`` is anything else, or the gradients are reduced by a function that was given
-                to ``register_comm_hook``: it divides by itself.
+            TypeError: ``factor`` is no number.
+            ValueError: it is not above 0 or not finite, or the gradients are reduced by a function that was
+                given to ``register_comm_hook``: it divides by itself.
 
         Example::
 
             model.set_gradient_divide_factor(1.0)  # sum, for losses that are divided by all tokens
             (model(batch).sum() / num_tokens).backward()
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-            raise ValueError(
-                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0. The "
-                "default is the number of ranks, which averages; 1.0 sums."
-            )
-        groups = list(groups_to_configure(self, recurse, "set_gradient_divide_factor"))
-        for group in groups:
+        caller = "set_gradient_divide_factor"
+        wanted = "a number above 0: the number of ranks averages, 1.0 sums"
+        check_number(caller, "factor", factor, wanted, above=0, kinds=(int, float))
+        check_flags(caller, recurse=recurse)
+        for module_state in _module_states(self, recurse):
+            group = module_state.group
             if any(bucket.communication.averages_itself for bucket in group.buckets):
                 raise ValueError(
-                    f"set_gradient_divide_factor: the gradients of {group.name} are reduced by a hook "
-                    "(register_comm_hook), which divides by itself. Divide there."
+                    f"{caller}: the gradients of {group.name} are reduced by a hook (register_comm_hook), "
+                    "which divides by itself. Divide there."
                 )
-        for group in groups:
-            group.configure(divide_factor=float(factor))
+        _configure(self, recurse, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what :meth:`set_gradient_divide_factor` does, of which this is FSDP2's former name.
@@ -376,10 +373,7 @@ class FSDPModule:
             model.set_all_reduce_hook(lambda gradient: gradient.clamp_(-1.0, 1.0))
             model(batch).sum().backward()
         """
-        if not callable(hook):
-            raise TypeError(
-                f"set_all_reduce_hook: hook is {hook!r}, a {type(hook).__name__}; pass a function."
-            )
+        check_type("set_all_reduce_hook", "hook", hook, "a function", Callable)
         group = module_state_of(self).group
         if stream is not None:
             if any(not bucket.mesh.replicate_axis.is_alone for bucket in group.buckets):
@@ -421,8 +415,6 @@ class FSDPModule:
 
         Raises:
             TypeError: ``comm`` is a class, or lacks one of the two methods.
-            ValueError: ``set_symm_mem_for_comm`` was called on this module.
-            RuntimeError: the group is unsharded, or has unreduced gradients.
 
         Example::
 
@@ -454,8 +446,6 @@ class FSDPModule:
 
         Raises:
             TypeError: ``comm`` is a class, or lacks one of the two methods.
-            ValueError: ``set_symm_mem_for_comm`` or ``register_comm_hook`` was called on this module.
-            RuntimeError: the group is unsharded, or has unreduced gradients.
         """
         check_comm("set_custom_reduce_scatter", comm)
         check_choice(self, "set_custom_reduce_scatter", ["set_symm_mem_for_comm", "register_comm_hook"])
@@ -473,10 +463,6 @@ class FSDPModule:
 
         Args:
             enable: True allocates there. False (the initial state) goes back to ordinary memory.
-
-        Raises:
-            ValueError: the group has a custom all-gather, reduce-scatter or communication hook already.
-            RuntimeError: the group is unsharded, or has unreduced gradients.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
         check_flags(method, enable=enable)
@@ -502,10 +488,9 @@ class FSDPModule:
             backend: "NCCL" (default), the only one supported.
 
         Raises:
-            ValueError: ``backend`` is another, the mesh is not of CUDA devices, or the group has a custom
-                all-gather, reduce-scatter or communication hook already.
-            RuntimeError: the group is unsharded, or has unreduced gradients; or symmetric memory of another
-                back end was allocated before in this process, which has one back end for it.
+            ValueError: ``backend`` is another, or the mesh is not of CUDA devices.
+            RuntimeError: symmetric memory of another back end was allocated before in this process, which has
+                one back end for it.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
@@ -520,13 +505,11 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether reduce-scatters have a process group of their own, apart from the all-gathers.
 
-        By default they have one on NCCL alone, whose collectives of one communicator run one after the other:
-        backward would wait for the all-gather of a block behind the reduce-scatter of the block before. The
-        next forward creates the process group, which is collective, and the next with gradients connects it.
-
-        A second communicator takes memory on each device, hundreds of megabytes by NCCL's defaults, which
-        ``torch.cuda.mem_get_info`` shows and ``torch.cuda.max_memory_allocated`` does not. Neither that nor
-        the time that it buys has been measured yet. ``NCCL_BUFFSIZE`` and ``NCCL_MAX_CTAS`` make it smaller.
+        By default they have one on NCCL alone, whose collectives of one communicator run one after the other.
+        The next forward creates the process group, which is collective, and the next with gradients connects
+        it. A second communicator takes memory on each device, hundreds of megabytes by NCCL's defaults, which
+        ``torch.cuda.max_memory_allocated`` does not show. ``NCCL_BUFFSIZE`` and ``NCCL_MAX_CTAS`` make it
+        smaller. Neither that nor the time that it buys has been measured yet.
 
         Args:
             enable: True (default) creates one; False shares that of the all-gathers.
@@ -535,8 +518,8 @@ class FSDPModule:
             RuntimeError: in the next forward: ``unshard()`` has left a group unsharded that would change, or
                 it has unreduced gradients.
         """
-        caller = "set_separate_reduce_scatter_group"
-        set_flag(self, caller, "enable", enable, recurse, setting="separate_reduce_group")
+        check_flags("set_separate_reduce_scatter_group", enable=enable, recurse=recurse)
+        _configure(self, recurse, separate_reduce_group=enable)
         module_state_of(self).root.start_over()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -555,15 +538,10 @@ class FSDPModule:
             ValueError: ``max_input_buffers`` is below 1.
         """
         caller = "set_reduce_scatter_max_input_buffers"
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"{caller}: max_input_buffers is {max_input_buffers!r}, a "
-                f"{type(max_input_buffers).__name__}; pass an int."
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"{caller}: max_input_buffers is {max_input_buffers}; it must be 1 or more.")
-        for group in groups_to_configure(self, recurse, caller):
-            group.configure(max_reductions=max_input_buffers)
+        wanted = "a number of groups, 1 or more"
+        check_number(caller, "max_input_buffers", max_input_buffers, wanted, above=0)
+        check_flags(caller, recurse=recurse)
+        _configure(self, recurse, max_reductions=max_input_buffers)
         module_state_of(self).root.start_over()
 
     # --- the optimizer, and the end of a backward -------------------------------------------------
@@ -574,9 +552,8 @@ class FSDPModule:
         The event is used once. For the root module.
 
         Args:
-            event: recorded after the optimizer step: a ``torch.cuda.Event`` for a mesh of CUDA devices, or
-                an event of the mesh's device. On a CPU mesh it does nothing and may be None, which is what
-                ``torch.cpu.current_stream().record_event()`` returns.
+            event: of the mesh's device, recorded after the optimizer step. On a CPU mesh it does nothing and
+                may be None, which is what ``torch.cpu.current_stream().record_event()`` returns.
 
         Raises:
             TypeError: ``event`` is not an event of the mesh's device; the all-gathers would not wait for it.
@@ -597,9 +574,6 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept FSDP2's hint about the last backward before the optimizer step; it changes nothing.
-
-        Every backward ends with its reductions finished: ``.grad`` is complete, and ``zero_grad()`` clears
-        all of it.
 
         Args:
             is_last_backward: True or False.
@@ -624,7 +598,7 @@ class FSDPModule:
                 backward was not finalized.
         """
         check_flags("set_manual_backward_finalization", enabled=enabled)
-        module_state = root_module_state(self, "set_manual_backward_finalization")
+        module_state = _root_module_state(self, "set_manual_backward_finalization")
         module_state.root.end_by_hand(module_state.group, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -656,7 +630,7 @@ class FSDPModule:
             model.finalize_backward()
         """
         check_flags("finalize_backward", async_op=async_op)
-        module_state = root_module_state(self, "finalize_backward")
+        module_state = _root_module_state(self, "finalize_backward")
         handle = module_state.root.finalize(module_state.group)
         if async_op:
             return handle
@@ -680,7 +654,59 @@ class FSDPModule:
             except torch.OutOfMemoryError:
                 model.reset_iter_state()
         """
-        root_module_state(self, "reset_iter_state").root.reset()
+        _root_module_state(self, "reset_iter_state").root.reset()
+
+
+# --- what several methods do ----------------------------------------------------------------------
+
+
+def _module_states(module: Any, recurse: bool) -> list[ModuleState]:
+    return sharded_module_states(module) if recurse else [module_state_of(module)]
+
+
+def _configure(module: Any, recurse: bool, **setting: Any) -> None:
+    """Change a setting of the groups that a setter acts on.
+
+    Ranks compare it in the next forward, unless it is one that changes from one microbatch to the next.
+    """
+    for module_state in _module_states(module, recurse):
+        module_state.group.configure(**setting)
+        if not all(map(is_of_microbatch, setting)):
+            module_state.root.plan_check.plan_changed()
+
+
+def _set_flag(module: Any, flag: str, value: bool, recurse: bool, setting: str | None = None) -> None:
+    """What the setter of ``flag`` does: change the setting of this or another name."""
+    check_flags(f"set_{flag}", **{flag: value}, recurse=recurse)
+    _configure(module, recurse, **{setting or flag: value})
+
+
+def _set_prefetch(module: Any, setting: str, modules: Any) -> None:
+    """Have the group of ``module`` prefetch those of ``modules``, a list of sharded modules."""
+    caller = f"set_modules_to_{setting}"
+    if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
+        raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
+    for index, each in enumerate(modules):
+        if not is_sharded(each):
+            raise ValueError(
+                f"{caller}: {type(each).__name__} at [{index}] is not sharded, so there is nothing to "
+                "prefetch. Call fully_shard on it first, or leave it out."
+            )
+    module_state = module_state_of(module)
+    chosen = tuple(module_state_of(under_compile(each)).group for each in modules)
+    module_state.group.configure(**{setting: chosen})
+    module_state.root.start_over()
+
+
+def _root_module_state(module: Any, caller: str) -> ModuleState:
+    """The state of ``module``, which has to be the root."""
+    module_state = module_state_of(module)
+    if module_state.root.group is not module_state.group:
+        raise RuntimeError(
+            f"{caller}: {module_state.group.name} is not the root, but inside a sharded module that drives "
+            "it. Call it on the outermost sharded module."
+        )
+    return module_state
 
 
 if TYPE_CHECKING:

@@ -88,7 +88,8 @@ class Gradients:
         """What may be reduced before all have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._missing: set[int] = set()  # whose gradients are yet to come
+        self._missing = 0  # whose gradients are yet to come, a bit for each parameter
+        self._all_missing = 0
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
@@ -101,16 +102,11 @@ class Gradients:
         for index in trainable:
             if index not in self._hooked:
                 self._shards.params[index].attach_original_hooks(fulls[index])
-                fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index))
+                fulls[index].register_post_accumulate_grad_hook(partial(_arrived, own, index, ~(1 << index)))
                 self._hooked.add(index)
         self._trainable = frozenset(trainable)
-        self._expect_all()
+        self._missing = self._all_missing = sum(1 << index for index in trainable)
         self.part_queue = self._plan_parts()
-
-    def _expect_all(self, there: Iterable[int] = ()) -> None:
-        """Count from now on: all gradients are to come but those that are ``there``."""
-        self._missing = set(self._trainable)
-        self._missing.difference_update(there)
 
     def _plan_parts(self) -> PartQueue | None:
         """The parts in which gradients are reduced; None if they are reduced together."""
@@ -142,7 +138,7 @@ class Gradients:
         if self.state is REDUCING:
             self.finish()
         self._step("accumulate")
-        self._expect_all()
+        self._missing = self._all_missing
         if self.part_queue is not None:
             self.part_queue.begin()
 
@@ -317,7 +313,7 @@ class Gradients:
         self._close()
         self._accumulate()
         there = [i for i in self._trainable if self._unsharded.full_params[i].grad is not None]
-        self._expect_all(there)
+        self._missing = self._all_missing - sum(1 << index for index in there)
         if self.part_queue is not None:
             self.part_queue.begin(there)
 
@@ -455,10 +451,10 @@ def _take_dense(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
     return gradients
 
 
-def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
+def _arrived(own: "weakref.ref[Gradients]", index: int, others: int, full: Tensor) -> None:
     """A hook on an unsharded parameter: autograd has accumulated its gradient.
 
-    The reference is weak: Python's collector cannot see hooks in C++.
+    The reference is weak: Python's collector cannot see hooks in C++. ``others``: the bits of all the others.
 
     Raises:
         RuntimeError: Forward has used it, and it was made anew since.
@@ -480,9 +476,9 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, full: Tensor) -> None:
         gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
     elif gradients._tells_each:
         gradients._tell()  # one of a nested backward keeps the group unsharded for longer
-    gradients._missing.discard(index)
+    gradients._missing &= others
     if not gradients._missing:
-        gradients._expect_all()  # for another call, which a nested backward may reach
+        gradients._missing = gradients._all_missing  # for another call, which a nested backward may reach
         # Not by outside_transforms: the way to the reduction is a frame shorter.
         if functorch.is_in_transform():
             with functorch.without_transforms():

@@ -386,7 +386,7 @@ def open_tie_message(fqn: str, other: str) -> str:
     )
 
 
-def axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
+def shard_axes_of(groups: Sequence[ParameterGroup]) -> list[Axis]:
     """The axes over which the parameters of ``groups`` are sharded, the longest first."""
     every = [bucket.mesh.shard_axis for group in groups for bucket in group.buckets]
     axes = {id(axis.pg): axis for axis in every if not axis.is_alone}

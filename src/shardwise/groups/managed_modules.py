@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.buckets.sharded_gradients import is_not_none
-from shardwise.layout.fqns import clean
+from shardwise.layout.fqns import clean, joined
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 
@@ -114,7 +114,7 @@ class AddedParameters:
                 if module not in self._managed and name_of_replaced(param) is not None:
                     continue  # a shard, which has a group to notice
                 if param.requires_grad or any(param is full for full in fulls):
-                    added.append((_joined(prefix, name), param))
+                    added.append((clean(joined(prefix or "", name)), param))
                 else:
                     frozen.append(param)
         if not added:
@@ -129,16 +129,12 @@ def _add_new_modules(found: dict[nn.Module, str | None], names: Mapping[nn.Modul
     for module in around:
         for own, child in nn_modules.children_in_graph(module).items():
             if child is not None and owner_of(child) is None and child not in found:
-                found[child] = names.get(child) or _joined(found[module], own)
+                found[child] = names.get(child) or clean(joined(found[module] or "", own))
                 around.append(child)
 
 
 def _names_of(module: nn.Module) -> list[str]:
     return [name for name, param in nn_modules.parameters_in_graph(module).items() if param is not None]
-
-
-def _joined(prefix: str | None, name: str) -> str:
-    return clean(f"{prefix}.{name}" if prefix else name)
 
 
 # --- tensors on attributes ------------------------------------------------------------------------

@@ -54,11 +54,16 @@ class Settings:
         object.__setattr__(self, "ranks_may_differ", self.zeros_for_unused or self.may_be_unused)
 
 
+_METADATA = {each.name: each.metadata for each in fields(Settings)}
+
+
+def is_of_microbatch(name: str) -> bool:
+    """Whether the setting may change from one microbatch to the next."""
+    return "of_microbatch" in _METADATA[name]
+
+
 def shared_settings(settings: Settings, *, with_those_of_microbatch: bool) -> dict[str, str]:
     """The settings that must be the same on all ranks, as text by name."""
-    chosen = [
-        each.name
-        for each in fields(settings)
-        if "shared" in each.metadata and (with_those_of_microbatch or "of_microbatch" not in each.metadata)
-    ]
+    shared = [name for name, metadata in _METADATA.items() if "shared" in metadata]
+    chosen = [name for name in shared if with_those_of_microbatch or not is_of_microbatch(name)]
     return {name: str(getattr(settings, name)) for name in chosen}

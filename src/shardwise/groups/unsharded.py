@@ -243,9 +243,12 @@ class Unsharded:
         """
         if self.is_shown:
             self.is_shown = False
-            for attributes, name, _ in self._places:
-                if name in attributes:
+            try:
+                for attributes, name, _ in self._places:
                     del attributes[name]
+            except KeyError:  # someone has deleted one
+                for attributes, name, _ in self._places:
+                    attributes.pop(name, None)
             if self._shards.rnns:
                 refresh_flat_weights(self._shards.rnns)
 

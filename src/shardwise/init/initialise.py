@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.module_state import sharded_module_states
-from shardwise.fsdp_module.arguments import check_module, module_states_at_rest
+from shardwise.arguments import check_module, check_type
+from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
@@ -214,7 +214,7 @@ def check_replicas(model: nn.Module) -> None:
     named: list[Named] = [(clean(name), t) for name, t in model.named_parameters() if isinstance(t, DTensor)]
 
     def check() -> None:
-        module_states_at_rest(model, "check_replicas")
+        module_states_at_rest("check_replicas", model)
         _refuse_meta(named, "check_replicas")
 
     run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
@@ -223,11 +223,8 @@ def check_replicas(model: nn.Module) -> None:
 
 
 def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(
-            f"materialize: init_fn is {init_fn!r}, a {type(init_fn).__name__}; pass a function of a module."
-        )
-    module_states_at_rest(model, "materialize")
+    check_type("materialize", "init_fn", init_fn, "a function of a module", Callable, type(None))
+    module_states_at_rest("materialize", model)
     drawn_on = None if device is None else torch.device(device)
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
@@ -289,9 +286,8 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 def _check_syncable(model: nn.Module, src: Any) -> None:
-    if isinstance(src, bool) or not isinstance(src, int):
-        raise TypeError(f"sync_module_states: src is {src!r}, a {type(src).__name__}; pass a global rank.")
-    for module_state in module_states_at_rest(model, "sync_module_states"):
+    check_type("sync_module_states", "src", src, "a global rank", int)
+    for module_state in module_states_at_rest("sync_module_states", model):
         if module_state.group.unsharded.state is not SHARDED:
             module_state.root.hand_over(module_state.group, "sync_module_states")
     for name, tensor in named_tensors(model):

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.managed_modules import owner_of
 from shardwise.init.placeholders import Placeholder, RefuseWrites, TensorSite, show_all, sites_in
-from shardwise.layout.fqns import listed, names_in
+from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.ranks.model_ranks import mesh_device
-from shardwise.setup.discovery import joined
 from shardwise.setup.validation import class_name
 from shardwise.torch_compat import nn_modules
 
@@ -136,8 +135,7 @@ class Visit:
             for each in self._groups_of(placeholders):
                 each.adopt_when_moved()
         if problems:
-            more = f" And {len(problems) - 4} more." if len(problems) > 4 else ""
-            raise RuntimeError(f"materialize: {' '.join(problems[:4])}{more}")
+            raise RuntimeError(f"materialize: {listed(problems, 4, ' ')}")
 
     def _placeholders(self, group: ParameterGroup | None) -> list[Placeholder]:
         """The tensors to show: those that the modules own, and those of their group inside them."""

@@ -2,7 +2,7 @@
 
 torch's own stage gets right gradients from schedules that run whole backwards, but lets each of them reduce.
 Schedules that compute gradients of inputs and of weights apart do not find the weights; see
-``features/split_backward.py``.
+``features/microbatches.py``.
 """
 
 from typing import Any

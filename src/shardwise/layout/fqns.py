@@ -32,17 +32,22 @@ def names_in(model: nn.Module) -> dict[nn.Module, str]:
     return {module: clean(name) for name, module in model.named_modules()}
 
 
+def joined(*parts: str) -> str:
+    """A dotted name of the parts that are not empty."""
+    return ".".join(part for part in parts if part)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
     inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None else uncompiled(inner)
 
 
-def listed(names: Iterable[str], limit: int = 8) -> str:
+def listed(names: Iterable[str], limit: int = 8, separator: str = ", ") -> str:
     """``names`` for a message: the first few, and how many more."""
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+    return separator.join(every[:limit]) + more
 
 
 def listed_ranks(ranks: Iterable[int], limit: int = 8) -> str:

@@ -179,8 +179,8 @@ class ShardMesh:
         ours, theirs = self.mesh.mesh_dim_names or (), inner.mesh_dim_names or ()
         if common := [name for name in theirs if name in ours]:
             raise ValueError(
-                f"{where} is a DTensor on the mesh {_shape_text(inner)}, whose dimension '{common[0]}' is "
-                f"also one of the mesh {_shape_text(self.mesh)} of fully_shard: a dimension can be used once "
+                f"{where} is a DTensor on the mesh {mesh_text(inner)}, whose dimension '{common[0]}' is "
+                f"also one of the mesh {mesh_text(self.mesh)} of fully_shard: a dimension can be used once "
                 "only. Pass another dimension of the root mesh, or name the data-parallel ones with "
                 "dp_mesh_dims."
             )
@@ -191,8 +191,8 @@ class ShardMesh:
         if theirs and set(theirs) <= set(root.mesh_dim_names or ()) and root[theirs] == inner:
             return root[theirs]
         raise ValueError(
-            f"{where} is a DTensor on the mesh {_shape_text(inner)}, and fully_shard was given the mesh "
-            f"{_shape_text(self.mesh)}: the two do not share a root with names, so their ranks cannot be "
+            f"{where} is a DTensor on the mesh {mesh_text(inner)}, and fully_shard was given the mesh "
+            f"{mesh_text(self.mesh)}: the two do not share a root with names, so their ranks cannot be "
             "related. Make both slices of one init_device_mesh(..., mesh_dim_names=...)."
         )
 
@@ -284,7 +284,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
         return _resolve_named(mesh, dims, device)
     if mesh.ndim > 2:
         raise ValueError(
-            f"fully_shard: the mesh has {mesh.ndim} dimensions {_shape_text(mesh)}. Pass one (shard) or two "
+            f"fully_shard: the mesh has {mesh.ndim} dimensions {mesh_text(mesh)}. Pass one (shard) or two "
             "(replicate, shard) of them, as mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims "
             "which are data-parallel."
         )
@@ -305,7 +305,7 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
     for name in chosen:
         if name not in known:
             raise ValueError(
-                f"fully_shard: dp_mesh_dims names '{name}', which the mesh {_shape_text(mesh)} does not "
+                f"fully_shard: dp_mesh_dims names '{name}', which the mesh {mesh_text(mesh)} does not "
                 "have. Give the mesh names with init_device_mesh(..., mesh_dim_names=...), and use those."
             )
         if chosen.count(name) > 1:
@@ -423,6 +423,7 @@ def device_of_group(pg: dist.ProcessGroup) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _shape_text(mesh: DeviceMesh) -> str:
+def mesh_text(mesh: DeviceMesh) -> str:
+    """The dimensions of ``mesh`` and their sizes, for messages."""
     names = mesh.mesh_dim_names or [f"dim {i}" for i in range(mesh.ndim)]
     return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"

@@ -16,6 +16,13 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     ]
 
 
+def ruled(rows: Sequence[Sequence[str]], right: Collection[int], *, has_total: bool = False) -> list[str]:
+    """``aligned`` with a rule below the first line; with ``has_total`` also above the last."""
+    header, *lines = aligned(rows, right)
+    rule = "-" * max(map(len, [header, *lines]))
+    return [header, rule, *lines[:-1], rule, lines[-1]] if has_total else [header, rule, *lines]
+
+
 def unit_for(num_bytes: int) -> tuple[str, int]:
     """The unit to show amounts up to ``num_bytes`` in, and its bytes."""
     for name, size in (("GB", 10**9), ("MB", 10**6)):

@@ -5,17 +5,17 @@ an exchange goes from rank to rank. The groups themselves know what they issue.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
 
+from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.engine.root import Root
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.unsharded import Observer
-from shardwise.observe.sharded import module_states_to_observe
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,40 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         assert counts.all_gather["blocks.0"] == 2  # before forward, and again before backward
         assert counts.reduce_scatter["blocks.0"] == 1
     """
-    roots: dict[Root, list[ParameterGroup]] = {}
-    for module_state in module_states_to_observe("count_collectives", model):
-        roots.setdefault(module_state.root, []).append(module_state.group)
     counts = CollectiveCounts()
-    before = {root: root.observer for root in roots}
-    for root, groups in roots.items():
-        named = {group.name: group for group in groups}
-        root.observe(partial(_count, counts, named, root.observer))
-    try:
+    with hear_events(states_to_use("count_collectives", model), partial(count_event, counts)):
         yield counts
-    finally:
-        for root, observer in before.items():
-            root.observe(observer)
 
 
-def _count(
-    counts: CollectiveCounts, named: dict[str, ParameterGroup], others: Observer | None, event: str, name: str
-) -> None:
-    if others is not None:
-        others(event, name)
-    group = named.get(name)
-    if group is None:  # of the same model, but not of the module that was asked about
+def count_event(counts: CollectiveCounts, event: str, group: ParameterGroup | None) -> None:
+    """Count what ``group`` communicates, as an event of it tells."""
+    if group is None:
         return
     shares = any(not bucket.mesh.shard_axis.is_alone for bucket in group.buckets)
-    if event == "unshard" and shares:
-        counts.all_gather[name] += 1
+    if event == "unshard":
+        counts.all_gather[group.name] += shares
     elif event == "reduce":
-        counts.reduce_scatter[name] += shares
-        counts.all_reduce[name] += group.shards.are_replicated and group.settings.requires_all_reduce
+        counts.reduce_scatter[group.name] += shares
+        counts.all_reduce[group.name] += group.shards.are_replicated and group.settings.requires_all_reduce
+
+
+@contextmanager
+def hear_events(
+    module_states: Sequence[ModuleState], hear: Callable[[str, ParameterGroup | None], None]
+) -> Iterator[None]:
+    """Inside, tell ``hear`` every event of these models; with its group, if that is of ``module_states``."""
+    groups = {(each.root, each.group.name): each.group for each in module_states}
+    before = {each.root: each.root.observer for each in module_states}
+
+    def tell(root: Root, others: Observer | None, event: str, name: str) -> None:
+        if others is not None:
+            others(event, name)
+        hear(event, groups.get((root, name)))
+
+    for root, others in before.items():
+        root.observe(partial(tell, root, others))
+    try:
+        yield
+    finally:
+        for root, others in before.items():
+            root.observe(others)

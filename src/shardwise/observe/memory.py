@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardwise.engine.module_state import ModuleState
+from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SUMMONED, UNSHARDED, UNSHARDING
-from shardwise.layout.text_tables import aligned
-from shardwise.observe.sharded import module_states_to_observe
+from shardwise.layout.text_tables import ruled
 from shardwise.torch_compat import dtensor, tensor_impl
 
 
@@ -118,9 +117,8 @@ class MemorySnapshot:
 
         rows = [[g.name, g.state, g.gradient_state, *sizes(g), g.reason or ""] for g in self.groups]
         head = ["group", "parameters", "gradients", *_SIZES.values(), "in memory because"]
-        header, *lines, total = aligned([head, *rows, ["total", "", "", *sizes(self), ""]], right=range(3, 8))
-        rule = "-" * max(map(len, [header, *lines, total]))
-        return "\n".join([header, rule, *lines, rule, total])
+        total = ["total", "", "", *sizes(self), ""]
+        return "\n".join(ruled([head, *rows, total], right=range(3, 8), has_total=True))
 
     def _sum(self, name: str) -> int:
         return sum(getattr(group, name) for group in self.groups)
@@ -163,7 +161,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
         loss = model(x).sum()
         assert memory_snapshot(model.blocks[3]).unsharded_bytes == 0
     """
-    module_states = module_states_to_observe("memory_snapshot", model)
+    module_states = states_to_use("memory_snapshot", model)
     with tensor_impl.plain_access():
         return MemorySnapshot(tuple(map(_snapshot_of, module_states)))
 

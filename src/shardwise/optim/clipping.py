@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_module, check_type, describe
 from shardwise.layout.fqns import clean, listed, names_in
 from shardwise.optim.norms import (
     HeldGradients,
@@ -22,7 +23,6 @@ from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.setup.validation import describe
 from shardwise.torch_compat import foreach
 
 
@@ -120,8 +120,7 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
             print(f"{name:40} {norm:.3e}")
     """
     caller = "grad_norms_by_module"
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model is {describe(model)}; pass an nn.Module.")
+    check_module(caller, model)
     power = _check_norm_type(caller, norm_type)
     params = list(model.parameters())
     passed = PassedParameters(caller)
@@ -153,10 +152,7 @@ def _clip(
     with monitor_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
         limit = _check_max_norm(max_norm)
         power = _check_norm_type(caller, norm_type)
-        if foreach is not None and not isinstance(foreach, bool):
-            raise TypeError(
-                f"{caller}: foreach is {foreach!r}, {describe(foreach)}; pass True, False or None."
-            )
+        check_type(caller, "foreach", foreach, "True, False or None", bool, type(None))
         given = _check_parameters(caller, model_or_parameters)
         name_of = partial(_name_of, given)
         is_module = isinstance(given, nn.Module)
@@ -244,7 +240,7 @@ def _check_max_norm(max_norm: Any) -> float:
                 "a tensor of one element."
             )
     elif isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
-        raise TypeError(f"clip_grad_norm_: max_norm is {max_norm!r}, {describe(max_norm)}; pass a number.")
+        raise TypeError(f"clip_grad_norm_: max_norm is {describe(max_norm)}; pass a number.")
     value = float(max_norm)
     if not value >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm is {value}; it must be a number of at least 0.")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_flags, check_type
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
@@ -323,14 +324,10 @@ def _spec(param: Any, dtype: torch.dtype) -> Any:
 
 
 def _check(optimizer: Any, elementwise: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"FlatOptimizer: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer."
-        )
+    check_type("FlatOptimizer", "optimizer", optimizer, "a torch.optim.Optimizer", Optimizer)
     if isinstance(optimizer, FlatOptimizer):
         raise TypeError(f"FlatOptimizer: this {type(optimizer).__name__} is a FlatOptimizer already.")
-    if not isinstance(elementwise, bool):
-        raise TypeError(f"FlatOptimizer: elementwise is {elementwise!r}; pass True or False.")
+    check_flags("FlatOptimizer", elementwise=elementwise)
     _check_kind(type(optimizer), elementwise)
     if "step" in vars(optimizer):
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_type
 from shardwise.torch_compat import dtensor
 
 
@@ -32,11 +33,8 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: boo
         optimizer = torch.optim.AdamW(model.parameters())
         offload_optimizer_state(optimizer)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"offload_optimizer_state: optimizer is a {type(optimizer).__name__}; pass a "
-            "torch.optim.Optimizer."
-        )
+    wanted = "a torch.optim.Optimizer"
+    check_type("offload_optimizer_state", "optimizer", optimizer, wanted, torch.optim.Optimizer)
     mover = _StateMover(pin_memory)
     optimizer.register_step_pre_hook(mover.to_device)
     optimizer.register_step_post_hook(mover.to_host)

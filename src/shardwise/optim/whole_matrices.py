@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.fsdp_module.arguments import check_bytes
+from shardwise.arguments import check_bytes
 from shardwise.layout.mesh import device_of
 from shardwise.layout.regions import Region
 from shardwise.optim.owner_exchange import (

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_bytes, check_flags, describe
 from shardwise.buckets.bucket import bucket_and_index
-from shardwise.fsdp_module.arguments import check_bytes
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.muon import Muon
@@ -754,15 +754,13 @@ def _described(values: Mapping[str, Any]) -> str:
 
 def _check_class(kind: Any, single_owner: Any) -> None:
     if not isinstance(kind, type) or not issubclass(kind, Optimizer):
-        what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
         raise TypeError(
-            f"WholeParameters: optimizer_class is {what}; pass a subclass of torch.optim.Optimizer, not an "
-            "instance, and its options beside it."
+            f"WholeParameters: optimizer_class is {describe(kind)}; pass a subclass of "
+            "torch.optim.Optimizer, not an instance, and its options beside it."
         )
     if issubclass(kind, (WholeParameters, FlatOptimizer, Muon)):
         raise TypeError(f"WholeParameters: {kind.__name__} steps sharded parameters by itself.")
-    if not isinstance(single_owner, bool):
-        raise TypeError(f"WholeParameters: single_owner is {single_owner!r}; pass True or False.")
+    check_flags("WholeParameters", single_owner=single_owner)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty and not single_owner:
         raise ValueError(

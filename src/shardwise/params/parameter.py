@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.chunks import chunk_of, local_chunk
-from shardwise.layout.fqns import clean
+from shardwise.layout.fqns import clean, joined
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.precision import Precision
 from shardwise.params.deferred_gradient import DEFERRED, DeferredGradient
@@ -122,9 +122,7 @@ class Param:
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the sites, as seen from an outer module."""
         self.sites = [
-            Site(s.module, s.name, ".".join(p for p in (clean(names[s.module]), s.name) if p))
-            if s.module in names
-            else s
+            Site(s.module, s.name, joined(clean(names[s.module]), s.name)) if s.module in names else s
             for s in self.sites
         ]
         self._mark()

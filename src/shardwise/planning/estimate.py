@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.arguments import check_module
 from shardwise.dry_run.arguments import call_on, memory_in_bytes
-from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import PHASES, Call, DryRunPlan, dry_run
 from shardwise.engine.module_state import sharded_module_states
-from shardwise.planning.arguments import mesh_shape, strategies_for, world_sizes
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
-from shardwise.setup.validation import check_offload, check_precision, describe
+from shardwise.setup.validation import check_offload, check_precision
 from shardwise.strategies import shard_model
-from shardwise.strategies.meshes import Strategy
-from shardwise.strategies.named_policies import offload_named, precision_named
+from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
+from shardwise.strategies.overrides import offload_named, precision_named
 from shardwise.strategies.wrap_policies import Wrap
 
 
@@ -95,13 +94,9 @@ def estimate(
             model = GPT()
         print(shardwise.estimate(model, world="8x8", batch="8x4096", mp_policy="bf16", memory="80GB"))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"estimate: expected an nn.Module, got {describe(model)}.")
+    check_module("estimate", model)
     if sharded_module_states(model):
-        raise ValueError(
-            "estimate: the model is sharded already. Pass it as it was before; explain(model) shows what "
-            "it is."
-        )
+        raise ValueError("estimate: the model is sharded already. Pass it as it was before.")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(
             "estimate: no parameter of the model requires a gradient, so there is no step to take."
@@ -120,8 +115,8 @@ def estimate(
         )
     precision = precision_named("estimate", mp_policy)
     check_precision(precision)
-    sizes, limit = world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
-    strategies = strategies_for(strategy, sizes)
+    sizes, limit = _world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
+    strategies = _strategies_for(strategy, sizes)
     options = _Options(
         model,
         None if batch is None else call_on("estimate", "batch", batch, loss),
@@ -141,6 +136,54 @@ def estimate(
         found = replace(found, changes=tuple(_changes(options, found, sizes, limit)))
     options.progress.end()
     return found
+
+
+# --- the world and its strategies -----------------------------------------------------------------
+
+
+def _world_sizes(world: int | tuple[int, int] | str) -> tuple[int, ...]:
+    """A number of ranks, or hosts and ranks on each: 64, (8, 8) or "8x8"."""
+    sizes: Any = world
+    if isinstance(world, str):
+        parts = world.lower().split("x")
+        sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+    elif isinstance(world, int) and not isinstance(world, bool):
+        sizes = (world,)
+    is_well = isinstance(sizes, tuple) and len(sizes) in (1, 2)
+    if not is_well or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(
+            f"estimate: world is {world!r}; pass a number of ranks, 64, or hosts and ranks on each, (8, 8) "
+            'or "8x8", all above 0.'
+        )
+    return sizes
+
+
+def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
+    """The strategies to estimate: the one that is named, or all that the world has a mesh for."""
+    if strategy is None:
+        return [name for name, each in STRATEGIES.items() if len(each.roles) == 1 or len(sizes) == 2]
+    names = [strategy] if isinstance(strategy, str) else list(strategy)
+    for name in names:
+        if name not in STRATEGIES:
+            raise ValueError(f"estimate: {no_strategy(str(name), STRATEGIES)} None stands for all.")
+        if len(STRATEGIES[name].roles) > len(sizes):
+            raise ValueError(
+                f"estimate: strategy '{name}' shards over the ranks of a host and replicates over hosts, and "
+                f"world={sizes[0]} does not say how many there are. Pass both, world=(hosts, "
+                f"ranks_per_host), such as ({max(1, sizes[0] // 8)}, {min(8, sizes[0])})."
+            )
+    return names
+
+
+def _mesh_shape(strategy: str, sizes: tuple[int, ...]) -> dict[str, int]:
+    """The sizes of the mesh dimensions of a strategy, by their names."""
+    roles = STRATEGIES[strategy].roles
+    if len(roles) == 2:
+        return dict(zip(roles, sizes, strict=True))
+    return {roles[0]: torch.Size(sizes).numel()}
+
+
+# --- dry runs -------------------------------------------------------------------------------------
 
 
 class _Progress:
@@ -179,10 +222,10 @@ class _Options:
     def run(self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool) -> StrategyEstimate:
         """The figures of one strategy."""
         self.progress.begin(strategy + (" with checkpointing" if is_checkpointed else ""))
-        shape = mesh_shape(strategy, sizes)
+        shape = _mesh_shape(strategy, sizes)
         shard = partial(self._shard, strategy)
         plan = DryRunPlan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
-        step = dry_run(meta_copy(self.model), plan)
+        step = dry_run(self.model, plan)
         has_batch = self.call is not None
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
 
@@ -207,7 +250,7 @@ def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: 
     tried = {row.strategy for row in found.rows}
     peaks = {
         f"strategy {other}": options.run(other, sizes, is_checkpointed).peak.num_bytes
-        for other in strategies_for(None, sizes)
+        for other in _strategies_for(None, sizes)
         if other not in tried
     }
     if options.call is not None and not any(row.is_checkpointed for row in found.rows):

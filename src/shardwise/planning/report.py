@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.dry_run.memory_log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, UNSHARDED
 from shardwise.dry_run.step import PHASES, Step
-from shardwise.layout.text_tables import aligned, unit_for
+from shardwise.layout.text_tables import ruled, unit_for
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,10 @@ class Estimate:
             if self.memory is not None:
                 line += ["yes" if row.peak.num_bytes <= self.memory else "no"]
             cells.append(line)
-        header, *lines = aligned([head, *cells], right=range(2, 10))
-        rule = "-" * max(map(len, [header, *lines]))
         top = f"{self.num_parameters:,} parameters; {unit} on each rank"
         if any(row.is_offloaded for row in self.rows):
             top += "; parameters, gradients and state are in host memory"
-        return "\n".join([top, "", header, rule, *lines, *self._verdict(shown, unit)])
+        return "\n".join([top, "", *ruled([head, *cells], right=range(2, 10)), *self._verdict(shown, unit)])
 
     def _verdict(self, shown: Any, unit: str) -> Iterator[str]:
         if self.memory is None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import listed_ranks
+from shardwise.layout.fqns import listed, listed_ranks
 from shardwise.layout.mesh import Axis, all_reduce_max, axes_of, ranks_along
 from shardwise.ranks.model_ranks import Broadcast, gather_from_all
 from shardwise.ranks.packing import in_messages, num_packed_bytes, views_in
@@ -281,10 +281,8 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
 
 
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
-    first, *rest = findings.names
-    more = f" and {len(rest)} more" if rest else ""
     others, as_first = listed_ranks(findings.others), listed_ranks(findings.as_first)
-    return f"{first}{more}: {of_these} {others} {on_ranks} {as_first}"
+    return f"{listed(findings.names, 1)}: {of_these} {others} {on_ranks} {as_first}"
 
 
 def message_on_copies(findings: Findings) -> str:

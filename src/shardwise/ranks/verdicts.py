@@ -5,7 +5,7 @@ Facts and text only. Asked by failures.py, after two seconds and after a wait ha
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.layout.fqns import listed_ranks, ranks_by_value
+from shardwise.layout.fqns import listed, listed_ranks, ranks_by_value
 from shardwise.ranks.activity import RankStatus
 
 Statuses = Mapping[int, RankStatus | None]
@@ -160,9 +160,9 @@ def _whereabouts(status: RankStatus | None) -> str:
 
 
 def _omission(kind: str, *others: str) -> str:
-    more = f" and {len(others)} more" if others else ""
     event, _, name = kind.partition(" ")
-    return f"left out the {event} of '{name}'{more}, so that later collectives miss one"
+    left_out = listed([f"{event} of '{name}'", *others], 1)
+    return f"left out the {left_out}, so that later collectives miss one"
 
 
 def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[str]:

@@ -10,17 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.arguments import describe
 from shardwise.buckets.bucket import Bucket, ShardStorage
 from shardwise.buckets.extension import ExtensionBucket, check_protocol, needs_own_bucket
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import Tie
-from shardwise.layout.fqns import names_in
+from shardwise.layout.fqns import joined, names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.parameter import Param, Site
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.policies import CommPolicy, DataParallelMeshDims
-from shardwise.setup.validation import class_name, describe
+from shardwise.setup.validation import class_name
 from shardwise.torch_compat import dtensor, nn_modules
 
 
@@ -210,8 +211,3 @@ def make_buckets(
         *(Bucket(group, mesh, policy, storage) for mesh, group in by_mesh.items() if group),
         *(ExtensionBucket(param, param.mesh, policy, storage, mp_policy) for param in extensions),
     ]
-
-
-def joined(*parts: str) -> str:
-    """A dotted name of the parts that are not empty."""
-    return ".".join(part for part in parts if part)

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.arguments import check_type
 from shardwise.engine.forward import after_forward, before_forward
 from shardwise.engine.module_state import ModuleState, is_sharded, module_state_of, under_compile
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.states import SUMMONED
+from shardwise.layout.fqns import joined
 from shardwise.params.initial_values import record_full_load
 from shardwise.torch_compat import dynamo
 
@@ -43,7 +45,7 @@ def _before_load(
     names = {inner: name for name, inner in module.named_modules(prefix=prefix.rstrip("."))}
     for param in module_state.group.shards.params:
         for site in param.sites:
-            key = ".".join(part for part in (names.get(site.module), site.name) if part)
+            key = joined(names.get(site.module, ""), site.name)
             if site.module in names and key in state:
                 is_full = param.is_full_value(state[key])
                 record_full_load(param, state[key] if is_full else None)
@@ -101,10 +103,7 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
 
         share_comm_ctx([first_stage, last_stage])
     """
-    if not isinstance(modules, (list, tuple)):
-        raise TypeError(
-            f"share_comm_ctx: modules is a {type(modules).__name__}; pass a list of sharded modules."
-        )
+    check_type("share_comm_ctx", "modules", modules, "a list of sharded modules", list, tuple)
     for index, module in enumerate(modules):
         if not is_sharded(module):
             raise TypeError(
@@ -112,7 +111,8 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
                 "it first."
             )
     if modules:
-        first, *others = [module_state_of(under_compile(module)).root.lazy_init for module in modules]
+        roots: Sequence[Any] = modules
+        first, *others = [module_state_of(under_compile(module)).root.lazy_init for module in roots]
         first.share_streams(others)
 
 
@@ -137,17 +137,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         register_fsdp_forward_method(model, "encode")
         features = model.encode(images)
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"register_fsdp_forward_method: {type(module).__name__} is not an nn.Module.")
-    if not isinstance(method_name, str):
-        raise TypeError(
-            f"register_fsdp_forward_method: method_name is {method_name!r}, a {type(method_name).__name__}; "
-            "pass the method's name as a string."
-        )
+    caller = "register_fsdp_forward_method"
+    check_type(caller, "module", module, "an nn.Module", nn.Module)
+    check_type(caller, "method_name", method_name, "the method's name", str)
     if not callable(getattr(module, method_name, None)):
-        raise ValueError(
-            f"register_fsdp_forward_method: {type(module).__name__} has no method '{method_name}'."
-        )
+        raise ValueError(f"{caller}: {type(module).__name__} has no method '{method_name}'.")
     method = inspect.unwrap(getattr(module, method_name))
     if (
         inspect.isgeneratorfunction(method)
@@ -155,7 +149,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         or inspect.isasyncgenfunction(method)
     ):
         raise NotImplementedError(
-            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a "
+            f"{caller}: {type(module).__name__}.{method_name} is a generator or a "
             "coroutine: it returns before it has run, so its parameters would be freed too early. Register "
             "the methods it calls for each piece, or collect the pieces in a method that returns them."
         )

@@ -18,10 +18,10 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.group import ParameterGroup, Tie
 from shardwise.groups.states import EMPTY, SHARDED
-from shardwise.layout.fqns import clean
+from shardwise.layout.fqns import clean, joined
 from shardwise.layout.mesh import ShardMesh
 from shardwise.params.parameter import Param, Site
-from shardwise.setup.discovery import Found, joined
+from shardwise.setup.discovery import Found
 
 
 @dataclass(frozen=True)

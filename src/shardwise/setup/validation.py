@@ -1,11 +1,12 @@
 """The arguments of ``fully_shard``: refused where they do not fit, before anything is touched."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.arguments import check_flags, check_type, describe
 from shardwise.buckets.bucket import ShardStorage
 from shardwise.engine.module_state import under_compile
 from shardwise.fsdp_module import FSDPModule
@@ -84,11 +85,8 @@ def check_reshard(reshard_after_forward: Any, mesh: ShardMesh) -> bool | int | N
     """What ``reshard_after_forward`` comes to on ``mesh``."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    if not isinstance(reshard_after_forward, int):
-        raise TypeError(
-            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; pass True, False, None or a "
-            "number of ranks."
-        )
+    wanted = "True, False, None or a number of ranks"
+    check_type("fully_shard", "reshard_after_forward", reshard_after_forward, wanted, int)
     world = mesh.shard_axis.world
     if reshard_after_forward in (1, world):  # each rank keeps all, or nothing is kept
         return reshard_after_forward == world
@@ -108,36 +106,21 @@ def check_precision(policy: Any) -> None:
         return
     if isinstance(policy, type) or not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
         raise TypeError(f"fully_shard: mp_policy is {describe(policy)}, not a MixedPrecisionPolicy.")
+    wanted = "torch.bfloat16, torch.float16, torch.float32 or torch.float64"
     for field in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype", "buffer_dtype"):
         dtype = getattr(policy, field, None)
-        if dtype is None:
-            continue
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"fully_shard: mp_policy.{field} is {dtype!r}, a {type(dtype).__name__}; pass a torch.dtype."
-            )
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            why = (
-                "numbers of it cannot be added up"
-                if dtype.is_floating_point
-                else "it is no floating-point type"
-            )
-            raise ValueError(
-                f"fully_shard: mp_policy.{field} is {dtype}: {why}. Pass torch.bfloat16, torch.float16, "
-                "torch.float32 or torch.float64."
-            )
+        if dtype is not None:
+            check_type("fully_shard", f"mp_policy.{field}", dtype, wanted, torch.dtype)
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise ValueError(
+                    f"fully_shard: mp_policy.{field} is {dtype}, in which gradients cannot be added up. Pass "
+                    f"{wanted}."
+                )
     for field in ("cast_forward_inputs", "keep_low_precision_grads"):
-        value = getattr(policy, field, True)
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"fully_shard: mp_policy.{field} is {value!r}, a {type(value).__name__}; pass True or False."
-            )
+        check_flags("fully_shard", **{f"mp_policy.{field}": getattr(policy, field, True)})
     override = getattr(policy, "param_dtype_override_fn", None)
-    if override is not None and not callable(override):
-        raise TypeError(
-            f"fully_shard: mp_policy.param_dtype_override_fn is {override!r}, a {type(override).__name__}; "
-            "pass a function (parameter) -> dtype or None."
-        )
+    wanted = "a function (parameter) -> dtype or None"
+    check_type("fully_shard", "mp_policy.param_dtype_override_fn", override, wanted, Callable, type(None))
     rule = getattr(policy, "full_precision", None)
     classes = rule if isinstance(rule, (tuple, list)) else (rule,)
     is_function = callable(rule) and not isinstance(rule, type)
@@ -156,12 +139,7 @@ def check_offload(policy: Any) -> bool:
         return False
     if isinstance(policy, type) or not type(policy).__name__.endswith("OffloadPolicy"):
         raise TypeError(f"fully_shard: offload_policy is {describe(policy)}, not an OffloadPolicy.")
-    pins = getattr(policy, "pin_memory", False)
-    if not isinstance(pins, bool):
-        raise TypeError(
-            f"fully_shard: offload_policy.pin_memory is {pins!r}, a {type(pins).__name__}; pass True or "
-            "False."
-        )
+    check_flags("fully_shard", **{"offload_policy.pin_memory": getattr(policy, "pin_memory", False)})
     return hasattr(policy, "pin_memory")
 
 
@@ -169,10 +147,7 @@ def check_ignored(ignored_params: Any) -> set[int]:
     """The ids of the parameters to leave alone."""
     if ignored_params is None:
         return set()
-    if not isinstance(ignored_params, (Set, list, tuple)):
-        raise TypeError(
-            f"fully_shard: ignored_params is a {type(ignored_params).__name__}; pass a set of parameters."
-        )
+    check_type("fully_shard", "ignored_params", ignored_params, "a set of parameters", Set, list, tuple)
     for param in ignored_params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
@@ -192,8 +167,3 @@ def storage_of(policy: Any, device: torch.device) -> ShardStorage:
 def class_name(module: nn.Module) -> str:
     """The name that the module's class had before it was sharded or compiled, if it was."""
     return original_class(uncompiled(module)).__name__
-
-
-def describe(value: Any) -> str:
-    """What kind of thing was passed, for messages."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

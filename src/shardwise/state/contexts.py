@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engine.module_state import ModuleState, is_sharded, sharded_module_states
+from shardwise.arguments import check_flags, check_number, check_rank
+from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
-from shardwise.fsdp_module.arguments import check_flags, check_module, check_rank
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.mesh import axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -231,13 +231,9 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     """
 
     def check() -> list[ModuleState]:
-        if budget_bytes is not None and (isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int)):
-            raise TypeError(
-                f"inference: budget_bytes is {budget_bytes!r}, a {type(budget_bytes).__name__}; pass a "
-                "number of bytes, or None for no limit."
-            )
-        if budget_bytes is not None and budget_bytes < 0:
-            raise ValueError(f"inference: budget_bytes is {budget_bytes}; it must be 0 or more.")
+        if budget_bytes is not None:
+            wanted = "a number of bytes, 0 or more, or None for no limit"
+            check_number("inference", "budget_bytes", budget_bytes, wanted, above=-1)
         module_states = _module_states_to_change(model, "inference")
         for module_state in module_states:
             module_state.group.refuse_if_summoned("inference()")
@@ -268,17 +264,11 @@ def _agreed(caller: str, module: Any, check: Callable[[], T], same: dict[str, An
 
 def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> list[ModuleState]:
     """The states of the modules that a context acts on; raises if one is in a forward or backward."""
-    check_module(caller, module)
+    module_states = states_to_use(caller, module)
     if not recurse and not is_sharded(module):
         raise ValueError(
             f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
             "Pass a sharded module, or recurse=True."
-        )
-    module_states = sharded_module_states(module)
-    if not module_states:
-        raise ValueError(
-            f"{caller}: there is no sharded module in this {type(module).__name__}. Call fully_shard or "
-            "shard_model first."
         )
     module_states = module_states if recurse else module_states[:1]
     for module_state in module_states:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.fsdp_module.arguments import check_floating, module_states_at_rest
+from shardwise.arguments import check_floating
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.layout.fqns import listed
 from shardwise.state.names import check_at_rest, parameters_of
 from shardwise.torch_compat import dtensor, foreach
@@ -74,7 +75,7 @@ class EMA:
                 EMA was made, and no longer is.
         """
         self._refuse_swapped("update()")
-        module_states_at_rest(self._model, "EMA.update")
+        module_states_at_rest("EMA.update", self._model)
         params = _averaged(self._model)
         self._refuse_unfrozen(params)
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
@@ -100,7 +101,7 @@ class EMA:
             RuntimeError: inside another ``swap()``, or in a forward or backward.
         """
         self._refuse_swapped("another swap()")
-        module_states_at_rest(self._model, "EMA.swap")
+        module_states_at_rest("EMA.swap", self._model)
         averages, weights = self._pairs(_averaged(self._model))
         with torch.inference_mode(False), torch.no_grad():
             own = [weight.clone() for weight in weights]

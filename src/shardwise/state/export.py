@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.arguments import check_bytes, check_floating, check_type
 from shardwise.comm.full_tensors import batches, gather_full
-from shardwise.fsdp_module.arguments import check_bytes, check_floating
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -118,10 +118,7 @@ class _File:
 
 
 def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
-    if not isinstance(directory, (str, PathLike)):
-        raise TypeError(
-            f"save_safetensors: directory is {directory!r:.80}; pass a folder, as a str or a Path."
-        )
+    check_type("save_safetensors", "directory", directory, "a folder, as a str or a Path", str, PathLike)
     check_bytes("save_safetensors", "max_shard_bytes", max_shard_bytes)
     check_floating("save_safetensors", dtype)
     if not isinstance(metadata, Mapping | None) or not all(

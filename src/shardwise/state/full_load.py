@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwise.arguments import check_flags, check_module, check_rank
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
-from shardwise.fsdp_module.arguments import check_flags, check_module, check_rank, module_states_at_rest
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -159,7 +160,7 @@ class _Load:
         self._model = model
 
         def check() -> None:
-            module_states_at_rest(model, CALLER)
+            module_states_at_rest(CALLER, model)
             check_rank(CALLER, "src_rank", src_rank)
             check_flags(CALLER, strict=strict, convert_dtype=converts)
 

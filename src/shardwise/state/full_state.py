@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.arguments import check_bytes, check_flags, check_floating, check_module
 from shardwise.comm.full_tensors import BUCKET_BYTES, STAGING_BYTES, batches, full_values, gather_full
-from shardwise.fsdp_module.arguments import check_bytes, check_flags, check_floating, check_module
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job, monitored

@@ -99,8 +99,7 @@ class LoadTargets:
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise self.error(f"{self.where}: {'; '.join(problems[:8])}{more}.")
+            raise self.error(f"{self.where}: {listed(problems, separator='; ')}.")
 
     def missing(self) -> list[str]:
         """Names that did not come; a tied tensor is there if it came under another name."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.fsdp_module.arguments import module_states_at_rest
+from shardwise.engine.module_state import module_states_at_rest
 from shardwise.groups.shards import meta_message
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean
@@ -62,7 +62,7 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def check_at_rest(model: nn.Module, caller: str) -> None:
     """Refuse a model in a forward or backward, or without values."""
-    module_states_at_rest(model, caller)
+    module_states_at_rest(caller, model)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:
         raise RuntimeError(f"{caller}: {meta_message(on_meta)}")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_module, check_rank, check_type
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
-from shardwise.fsdp_module.arguments import check_module, check_rank
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -223,8 +223,7 @@ def _by_name(
 
 def _own_names(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> list[str]:
     """Names of the optimizer's parameters, in its order."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{caller}: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    check_type(caller, "optimizer", optimizer, "a torch.optim.Optimizer", torch.optim.Optimizer)
     names = parameter_names(model)
     check_parameters(optimizer, names)
     return [names[param][0] for param in parameters_of(optimizer)]

@@ -11,7 +11,7 @@ those that are kept since backward frees them first: while it runs, gradients ta
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.dry_run.arguments import call_on, memory_in_bytes, shapes_of
-from shardwise.dry_run.fake_model import meta_copy
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import Call, DryRunPlan, dry_run
 from shardwise.engine.module_state import sharded_module_states
-from shardwise.layout.fqns import names_in
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.strategies.choice import Choice, Trial, message_that_nothing_fits, overrides_for
@@ -69,19 +67,10 @@ class AutoOptions:
 def choose(
     model: nn.Module, options: AutoOptions, mesh: DeviceMesh | None, dims: Any, param_dtype: Any, shard: Shard
 ) -> Choice:
-    """The choice for ``model``, the same on all ranks. Collective.
+    """The choice for ``model``, the same on all ranks. Collective; raises on all ranks.
 
-    Args:
-        model: to be sharded; stays as it is.
-        options: what the caller named.
-        mesh: as of ``shard_model``, like ``dims``.
-        dims: names of the dimensions to use.
-        param_dtype: the dtype of computation; None: the parameters' own.
-        shard: shards a copy.
-
-    Raises:
-        ValueError: nothing fits, or what the caller named is no size or no batch; on all ranks.
-        TypeError: it is of the wrong kind.
+    ``mesh`` and ``dims`` are those of ``shard_model``. ``param_dtype``: of the computation; None: the
+    parameters' own. ``shard`` shards a copy.
     """
     resolved = resolve_mesh(mesh, dims)
     axes, device = resolved.axes(), resolved.device
@@ -151,13 +140,8 @@ def _shapes(resolved: ShardMesh, mesh: DeviceMesh | None, dims: Any) -> dict[str
 class Search:
     """Runs candidates, as one rank, and compares them.
 
-    Args:
-        model: stays as it is.
-        options: what the caller named.
-        shapes: for each strategy that is possible, the sizes of its mesh dimensions by their names.
-        param_dtype: the dtype of computation; None: the parameters' own.
-        on_host: communication is gloo's.
-        shard: shards a copy.
+    ``shapes``: for each strategy that is possible, the sizes of its mesh dimensions by their names.
+    ``on_host``: communication is gloo's.
     """
 
     def __init__(
@@ -239,7 +223,7 @@ class Search:
             self._shard(copy, mesh, strategy, overrides)
 
         plan = DryRunPlan(shape, shard, self._optimizer, self._call, on_host=self._on_host)
-        return Trial.of(strategy, kept, shape, dry_run(meta_copy(self._model), plan))
+        return Trial.of(strategy, kept, shape, dry_run(self._model, plan))
 
 
 def _best(trials: Sequence[Trial]) -> Trial:
@@ -248,15 +232,3 @@ def _best(trials: Sequence[Trial]) -> Trial:
         least = min(map(figure, trials))
         trials = [trial for trial in trials if figure(trial) <= 1.01 * least]
     return min(trials, key=lambda trial: trial.num_bytes)
-
-
-class WrapNamed:
-    """The modules of these names."""
-
-    def __init__(self, names: Set[str]) -> None:
-        self._names = names
-
-    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
-        """Those of ``model``; of a module and its wrappers, the innermost."""
-        found = {name: module for module, name in names_in(model).items() if name in self._names}
-        return list(found.values())

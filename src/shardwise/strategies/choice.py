@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.dry_run.memory_log import ACTIVATIONS, FULL_GRADIENTS, GRADIENTS, PARAMETERS, STATE, UNSHARDED
 from shardwise.dry_run.step import PHASES, Step
-from shardwise.layout.text_tables import aligned, unit_for
+from shardwise.layout.text_tables import ruled, unit_for
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.strategies.overrides import Overrides
 
@@ -26,7 +25,6 @@ class Trial:
             the order of forward; each by the names of its modules.
         num_bytes: the highest peak of a step on a rank; if it was not run, of parameters alone.
         where: in which phase and group that is; empty if it was not run.
-        by_kind: bytes of each kind of memory at the peak.
         sent: bytes that a rank sends in a step.
         exposed: bytes that count; see :func:`shard_model`.
         order: all groups but the root's, in the order of forward.
@@ -36,7 +34,6 @@ class Trial:
     kept: tuple[tuple[str, ...], ...]
     num_bytes: int
     where: str = ""
-    by_kind: tuple[tuple[str, int], ...] = ()
     sent: int = 0
     exposed: int = 0
     order: tuple[tuple[str, ...], ...] = ()
@@ -61,9 +58,11 @@ class Trial:
             kept,
             peak.num_bytes,
             phase if group in PHASES else f"{phase} of {group}",
-            tuple((kind, size) for kind, size in peak.by_kind.items() if size),
             sent=sum(step.sent.values()),
-            exposed=_exposed(step.sent, shape),
+            # Of two dimensions, what a host sends to others counts.
+            exposed=sum(step.sent.values())
+            if len(shape) == 1
+            else step.sent.get("replicate", 0) * shape["shard"],
             order=tuple(tuple(name.split(", ")) for name in inner),
         )
 
@@ -72,13 +71,6 @@ class Trial:
             return self.strategy
         shown = range_of_names([name for group in self.kept for name in group])
         return f"{self.strategy}, {shown} kept until backward"
-
-
-def _exposed(sent: dict[str, int], shape: dict[str, int]) -> int:
-    """What counts of the bytes that a rank sends, by mesh dimension."""
-    if len(shape) == 1:
-        return sum(sent.values())
-    return sent.get("replicate", 0) * shape["shard"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def overrides_for(kept: Iterable[tuple[str, ...]]) -> Overrides:
     return {escape(name): {"reshard_after_forward": False} for group in kept for name in group}
 
 
-def _table(trials: Sequence[Trial], usable: int) -> Iterator[str]:
+def _table(trials: Sequence[Trial], usable: int) -> list[str]:
     unit, size = unit_for(max(usable, *(trial.num_bytes for trial in trials)))
     cells = [["tried", f"peak, {unit}", "in", f"exposed, {unit}", f"sent, {unit}", "fits"]]
     for trial in trials:
@@ -135,39 +127,21 @@ def _table(trials: Sequence[Trial], usable: int) -> Iterator[str]:
             cells.append([str(trial), peak, trial.where, *numbers, fits])
         else:
             cells.append([str(trial), f"> {peak}", "parameters alone", "", "", fits])
-    header, *lines = aligned(cells, right=(1, 3, 4))
-    yield from [header, "-" * max(map(len, [header, *lines])), *lines]
+    return ruled(cells, right=(1, 3, 4))
 
 
 def message_that_nothing_fits(trials: Sequence[Trial], memory: Any, usable: int, assumptions: str) -> str:
     """What is closest, and what would have to change."""
     least = min((trial for trial in trials if trial.where), key=lambda trial: trial.num_bytes)
     unit, size = unit_for(least.num_bytes)
-
-    def shown(num_bytes: float) -> str:
-        return f"{num_bytes / size:,.2f} {unit}"
-
-    def of_kinds(*kinds: str) -> int:
-        return sum(num_bytes for kind, num_bytes in least.by_kind if kind in kinds)
-
-    remedies = {
-        "more ranks to shard over": of_kinds(PARAMETERS, GRADIENTS, STATE) * (least.strategy != "ddp"),
-        "activation checkpointing or a smaller batch": of_kinds(ACTIVATIONS),
-        "smaller groups (wrap=) or computing in bfloat16 (mp_policy=)": of_kinds(UNSHARDED, FULL_GRADIENTS),
-    }
-    lowers = [
-        f"{what} lowers {shown(num_bytes)} of it"
-        for what, num_bytes in sorted(remedies.items(), key=lambda item: -item[1])
-        if num_bytes
-    ]
-    enough = -(-least.num_bytes * 10 // 9)
+    peak, missing = (f"{each / size:,.2f} {unit}" for each in (least.num_bytes, least.num_bytes - usable))
     table = "\n".join(_table(trials, usable))
     return (
         f'shard_model: strategy "auto" finds nothing that fits in memory={memory!r}, of which a tenth stays '
-        f"free: {least} takes least, {shown(least.num_bytes)} at its peak ({least.where}), "
-        f"{shown(least.num_bytes - usable)} too much. memory={enough} would be enough. Else: "
-        f"{'; '.join(lowers)}. shardwise.estimate(...) tells how far each goes.\n"
-        f"{table}\nAssumed: {assumptions}."
+        f"free: {least} takes least, {peak} at its peak ({least.where}), {missing} too much. "
+        f"memory={-(-least.num_bytes * 10 // 9)} would be enough. Else: more ranks to shard over, activation "
+        "checkpointing, a smaller batch, smaller groups (wrap=), or computing in bfloat16 (mp_policy=); "
+        f"shardwise.estimate(...) tells how far each goes.\n{table}\nAssumed: {assumptions}."
     )
 
 

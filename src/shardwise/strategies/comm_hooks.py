@@ -11,7 +11,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.comm.communicators import unless_alone
 from shardwise.comm.quantized import QuantizedCollectives
 from shardwise.comm.reducers import HookedCollectives, LowPrecisionCollectives
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.fqns import listed
@@ -48,7 +48,8 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
             :class:`shardwise.policies.QuantizedReduction`.
 
     Raises:
-        TypeError: the function does not take the arguments that a group's mesh asks for.
+        TypeError: ``model`` is no module, or the function does not take the arguments that a group's mesh
+            asks for.
         ValueError: nothing in ``model`` is sharded; a group communicates or divides in another way already; a
             state beside a ready-made object.
         RuntimeError: a hook is registered already, or gradients wait to be reduced.
@@ -62,12 +63,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
         register_comm_hook(model, state, all_to_one)
         register_comm_hook(other_model, None, QuantizedReduction(block_size=256))
     """
-    module_states = sharded_module_states(model) if isinstance(model, nn.Module) else []
-    if not module_states:
-        raise ValueError(
-            f"{_NAME}: there is no sharded module in this {type(model).__name__}. Call fully_shard or "
-            "shard_model first."
-        )
+    module_states = states_to_use(_NAME, model)
     for module_state in module_states:
         module_state.root.refuse_at_work(_NAME, module_state.group)
         module_state.group.refuse_if_summoned(_NAME)

@@ -3,18 +3,18 @@
 Reads what the groups know: starts nothing, unshards nothing, communicates nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.engine.module_state import is_sharded, sharded_module_states
+from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.groups.group import ParameterGroup
-from shardwise.layout.fqns import listed, names_in
+from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
-from shardwise.layout.text_tables import aligned
-from shardwise.setup.validation import class_name, describe
+from shardwise.layout.text_tables import ruled
+from shardwise.setup.validation import class_name
 from shardwise.strategies.choice import remembered
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
@@ -61,23 +61,17 @@ def explain(model: nn.Module) -> str:
 
         print(explain(shard_model(model)))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain: expected a sharded module, got {describe(model)}.")
-    rows = list(_rows(model))
-    if not rows:
-        raise ValueError(
-            f"explain: this {class_name(model)} is not sharded, nor is any module inside it: there are no "
-            "groups to show. Call shard_model or fully_shard first."
-        )
-    megabytes = _Megabytes(decimals=1 if sum(_unsharded_bytes(row.group) for row in rows) >= 10e6 else 4)
+    rows = list(_rows(model, states_to_use("explain", model)))
+    decimals = 1 if sum(_unsharded_bytes(row.group) for row in rows) >= 10e6 else 4
+
+    def megabytes(num_bytes: int) -> str:
+        return f"{num_bytes / 1e6:,.{decimals}f}"
+
     cells = [_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)]
-    lines = aligned(cells, right=_ALIGNED_RIGHT)
-    header, *groups, total = lines
-    rule = "-" * max(map(len, lines))
-    lines = [header, rule, *groups, rule, total, *_not_managed(model, rows, megabytes)]
+    lines = ruled(cells, right=_ALIGNED_RIGHT, has_total=True)
     choice = remembered(model)
     chosen = [] if choice is None else ["", *choice.table()]
-    return "\n".join([*lines, *chosen, *_traced(rows)])
+    return "\n".join([*lines, *_not_managed(model, rows, megabytes), *chosen, *_traced(rows)])
 
 
 # --- which groups, in which order -----------------------------------------------------------------
@@ -90,13 +84,9 @@ class _Row:
     group: ParameterGroup
 
 
-def _rows(model: nn.Module) -> Iterator[_Row]:
+def _rows(model: nn.Module, module_states: Sequence[ModuleState]) -> Iterator[_Row]:
     """The groups, each before those inside it; modules of a group stand together."""
-    groups = {
-        m: module_state.group
-        for module_state in sharded_module_states(model)
-        for m in module_state.group.modules
-    }
+    groups = {m: module_state.group for module_state in module_states for m in module_state.group.modules}
     names = names_in(model)
     seen: set[nn.Module] = set()
 
@@ -123,16 +113,10 @@ def _rows(model: nn.Module) -> Iterator[_Row]:
 _HEADER = ["group", "class", "strategy", "mesh", "parameters", "MB unsharded", "MB per rank", "dtype"]
 _ALIGNED_RIGHT = (4, 5, 6)
 
-
-@dataclass(frozen=True)
-class _Megabytes:
-    decimals: int
-
-    def __call__(self, num_bytes: int) -> str:
-        return f"{num_bytes / 1e6:,.{self.decimals}f}"
+Megabytes = Callable[[int], str]
 
 
-def _cells(row: _Row, megabytes: _Megabytes) -> list[str]:
+def _cells(row: _Row, megabytes: Megabytes) -> list[str]:
     group = row.group
     return [
         "  " * row.depth + row.name,
@@ -146,7 +130,7 @@ def _cells(row: _Row, megabytes: _Megabytes) -> list[str]:
     ]
 
 
-def _total(rows: list[_Row], megabytes: _Megabytes) -> list[str]:
+def _total(rows: list[_Row], megabytes: Megabytes) -> list[str]:
     groups = [row.group for row in rows]
     return [
         "total",
@@ -214,7 +198,7 @@ def _stored_bytes(group: ParameterGroup) -> int:
 # --- what is left ---------------------------------------------------------------------------------
 
 
-def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> list[str]:
+def _not_managed(model: nn.Module, rows: list[_Row], megabytes: Megabytes) -> list[str]:
     """A line on the parameters of ``model`` that belong to no group."""
     managed = {(site.module, site.name) for row in rows for p in row.group.shards.params for site in p.sites}
     managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
@@ -222,7 +206,7 @@ def _not_managed(model: nn.Module, rows: list[_Row], megabytes: _Megabytes) -> l
     for module, prefix in names_in(model).items():
         for name, param in nn_modules.parameters(module).items():
             if param is not None and (module, name) not in managed:
-                left.setdefault(param, f"{prefix}.{name}".lstrip("."))
+                left.setdefault(param, joined(prefix, name))
     if not left:
         return []
     numel = sum(param.numel() for param in left)
@@ -239,9 +223,8 @@ def _traced(rows: list[_Row]) -> list[str]:
     if not any(row.group.traced for row in rows):
         return []
     head = ["group", "unsharded", "reduced", "MB sent", "ms waited", "uncovered"]
-    cells = [_traced_cells(row) for row in rows]
-    header, *lines = aligned([head, *cells], right=range(1, len(head)))
-    return ["", "the last trace, on this rank", header, "-" * max(map(len, [header, *lines])), *lines]
+    cells = [head, *(_traced_cells(row) for row in rows)]
+    return ["", "the last trace, on this rank", *ruled(cells, right=range(1, len(head)))]
 
 
 def _traced_cells(row: _Row) -> list[str]:

@@ -9,13 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.arguments import check_type
 from shardwise.layout.mesh import default_device_type, resolve_mesh
-from shardwise.policies import (
-    DataParallelMeshDims,
-)
-from shardwise.setup.validation import (
-    describe,
-)
+from shardwise.policies import DataParallelMeshDims
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
 
@@ -57,9 +53,7 @@ def strategy_named(name: Any, where: str = "") -> StrategySettings:
     """The strategy with this name."""
     known = list(STRATEGIES if where else [*STRATEGIES, "auto"])
     name = getattr(name, "name", name)  # of a member of an enum
-    if not isinstance(name, str):
-        shown = ", ".join(known)
-        raise TypeError(f"shard_model: strategy{where} is {describe(name)}; pass a name: {shown}.")
+    check_type("shard_model", f"strategy{where}", name, f"a name: {', '.join(known)}", str)
     if name not in STRATEGIES:
         raise ValueError(f"shard_model: {no_strategy(name, known, where)}")
     return STRATEGIES[name]

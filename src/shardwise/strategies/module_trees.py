@@ -8,31 +8,16 @@ from torch import nn
 
 from shardwise.layout.fqns import names_in, uncompiled
 
-
-def message_without_forward(policy: Any, name: str, module: nn.Module) -> str:
-    """The message that a policy chose a module without a forward."""
-    return (
-        f"shard_model: {text_of(policy)} chose '{name}', a {type(module).__name__}, which has no forward: "
-        "its children are called one by one, so nothing would tell when to unshard its parameters. Choose "
-        "its children, or the module around it."
-    )
-
-
 Ask = Callable[[nn.Module, bool, int], Any]
 """(module, whether to descend into it or else to choose it, parameters not chosen yet) -> yes or no."""
 
 
 def choose_each(
-    policy: Any, model: nn.Module, ignored: Set[int], wants: Callable[[str, nn.Module], bool]
+    model: nn.Module, ignored: Set[int], wants: Callable[[str, nn.Module], bool]
 ) -> list[nn.Module]:
     """The modules with parameters that are wanted, each for itself."""
-    found = []
-    for module, name in modules_inside(model).items():
-        if sizes_of(module, ignored) and wants(name, module):
-            if not has_forward(module):
-                raise ValueError(message_without_forward(policy, name, module))
-            found.append(module)
-    return found
+    inside = modules_inside(model).items()
+    return [module for module, name in inside if sizes_of(module, ignored) and wants(name, module)]
 
 
 def choose_recursively(model: nn.Module, ignored: Set[int], ask: Ask) -> list[nn.Module]:
@@ -138,23 +123,10 @@ def range_of_names(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
 
-def kind_of(value: Any) -> str:
-    """The kind of a value, for messages."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-
-
 def text_of(value: Any) -> str:
-    """A policy, a function, or an argument that a partial gives it, without addresses."""
+    """A policy, or a function by its name, without addresses."""
     if isinstance(value, functools.partial):
-        given = [text_of(each) for each in value.args]
-        given += [f"{name}={text_of(each)}" for name, each in value.keywords.items()]
-        return f"partial({', '.join([text_of(value.func), *given])})"
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return repr(value)
-    if isinstance(value, (Set, list, tuple)):
-        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+        return f"partial({text_of(value.func)})"
     if hasattr(type(value), "choose") and type(value).__repr__ is not object.__repr__:
         return repr(value)
     return getattr(value, "__name__", None) or type(value).__name__

@@ -1,16 +1,19 @@
 """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.layout.fqns import names_in, uncompiled
+from shardwise.arguments import describe
+from shardwise.layout.fqns import listed, names_in, uncompiled
 from shardwise.layout.mesh import resolve_mesh
-from shardwise.setup.validation import check_offload, check_precision, check_reshard, class_name, describe
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.setup.validation import check_offload, check_precision, check_reshard
 from shardwise.strategies.meshes import Strategy, StrategySettings, mesh_arguments, strategy_named
-from shardwise.strategies.named_policies import offload_named, precision_named
 
 _OVERRIDABLE = (
     *("strategy", "mesh", "dp_mesh_dims", "mp_policy", "offload_policy", "comm_policy"),
@@ -21,47 +24,43 @@ _Override = Strategy | Mapping[str, Any]
 Overrides = Mapping[str | type[nn.Module], _Override]
 
 
-class StrategyPlan:
-    """For each module that becomes a group: its strategy, and the arguments of its ``fully_shard``.
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """How some modules are sharded. One object for all that are treated alike, which may share a group."""
 
-    Everything is resolved and checked here, before the first module is touched.
-    """
+    strategy: StrategySettings
+    arguments: dict[str, Any]  # of fully_shard
 
-    def __init__(
-        self, options: dict[str, Any], overrides: Overrides | None, model: nn.Module, blocks: list[nn.Module]
-    ) -> None:
-        self._meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._keys: dict[nn.Module, tuple[Any, ...]] = {}
-        self._resolved: dict[tuple[Any, ...], tuple[StrategySettings, dict[str, Any]]] = {}
-        names = names_in(model)
-        changes = _matched(overrides, [*blocks, model], names)
-        for module in [*blocks, model]:
-            asked = {**options, **changes.get(module, {})}
-            key = tuple(value if isinstance(value, str) else id(value) for value in asked.values())
-            key = (*asked, *key)
-            self._keys[module] = key
-            if key not in self._resolved:
-                self._resolved[key] = self._resolve(asked)
 
-    def __getitem__(self, module: nn.Module) -> tuple[StrategySettings, dict[str, Any]]:
-        return self._resolved[self._keys[module]]
+def plan_groups(
+    options: dict[str, Any], overrides: Overrides | None, model: nn.Module, blocks: list[nn.Module]
+) -> dict[nn.Module, GroupPlan]:
+    """The plan for each block and for the model, resolved and checked before the first module is touched."""
+    changes = _matched(overrides, [*blocks, model], names_in(model))
+    meshes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    known: dict[tuple[Any, ...], GroupPlan] = {}
+    plans = {}
+    for module in [*blocks, model]:
+        asked = {**options, **changes.get(module, {})}
+        key = (*asked, *(value if isinstance(value, str) else id(value) for value in asked.values()))
+        if key not in known:
+            known[key] = _resolved(asked, meshes)
+        plans[module] = known[key]
+    return plans
 
-    def key(self, module: nn.Module) -> Any:
-        """Equal for modules that are to be treated alike."""
-        return self._keys[module]
 
-    def _resolve(self, asked: dict[str, Any]) -> tuple[StrategySettings, dict[str, Any]]:
-        strategy = strategy_named(asked.pop("strategy"))
-        mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
-        key = (strategy.roles, id(mesh), id(dims))
-        if key not in self._meshes:
-            self._meshes[key] = mesh_arguments(strategy, mesh, dims)
-        arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **self._meshes[key]}
-        check_precision(arguments["mp_policy"])
-        check_offload(arguments["offload_policy"])
-        resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
-        check_reshard(arguments["reshard_after_forward"], resolved)
-        return strategy, arguments
+def _resolved(asked: dict[str, Any], meshes: dict[tuple[Any, ...], dict[str, Any]]) -> GroupPlan:
+    strategy = strategy_named(asked.pop("strategy"))
+    mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
+    key = (strategy.roles, id(mesh), id(dims))
+    if key not in meshes:
+        meshes[key] = mesh_arguments(strategy, mesh, dims)
+    arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **meshes[key]}
+    check_precision(arguments["mp_policy"])
+    check_offload(arguments["offload_policy"])
+    resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
+    check_reshard(arguments["reshard_after_forward"], resolved)
+    return GroupPlan(strategy, arguments)
 
 
 def _matched(
@@ -78,13 +77,11 @@ def _matched(
         change = _check_change(key, change)
         found = [module for module in candidates if _matches(key, module, names[module])]
         if not found:
-            *blocks, root = candidates
-            shown = "".join(f"'{names[module]}', " for module in blocks[:4])
-            more = f"{len(blocks) - 4} more, " if len(blocks) > 4 else ""
+            known = listed((f"'{names[module]}'" for module in candidates), 4)
             raise ValueError(
                 f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
-                f"Those are {shown}{more}and {class_name(root)} itself (''). Have wrap= choose the "
-                "module, or name one of these."
+                f"Those are {known}; the model itself is ''. Have wrap= choose the module, or name one of "
+                "these."
             )
         for module in found:
             changes[module] = {**changes.get(module, {}), **change}
@@ -122,3 +119,33 @@ def _check_change(key: Any, change: Any) -> dict[str, Any]:
 
 def _key_text(key: Any) -> str:
     return f"'{key}'" if isinstance(key, str) else key.__name__
+
+
+# --- policies by name -----------------------------------------------------------------------------
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def precision_named(caller: str, mp_policy: Any) -> Any:
+    """A policy that computes in the dtype of this name and reduces in float32; what is no text, as it is."""
+    if not isinstance(mp_policy, str):
+        return mp_policy
+    if mp_policy.lower() not in _PRECISIONS:
+        raise ValueError(
+            f"{caller}: there is no mp_policy '{mp_policy}'. Pass 'bf16' or 'fp16' (compute in it, reduce in "
+            "float32), 'fp32' (compute in what the model has), or a MixedPrecisionPolicy."
+        )
+    dtype = _PRECISIONS[mp_policy.lower()]
+    return None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def offload_named(caller: str, offload_policy: Any) -> Any:
+    """``CPUOffloadPolicy`` for "cpu"; what is no text, as it is."""
+    if not isinstance(offload_policy, str):
+        return offload_policy
+    if offload_policy.lower() != "cpu":
+        raise ValueError(
+            f"{caller}: there is no offload_policy '{offload_policy}'. Pass 'cpu', a CPUOffloadPolicy, or "
+            "None to keep shards on the device."
+        )
+    return CPUOffloadPolicy()

@@ -16,24 +16,21 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 (https://arxiv.org/abs/1910.02054).
 """
 
-import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.arguments import check_flags, check_module, check_number, describe
 from shardwise.engine.module_state import is_sharded, sharded_module_states
 from shardwise.fsdp_module import ShardedModule
-from shardwise.fsdp_module.arguments import check_flags
 from shardwise.fully_shard import fully_shard
 from shardwise.groups.managed_modules import owner_of
-from shardwise.layout.fqns import clean, names_in
+from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
@@ -46,22 +43,13 @@ from shardwise.policies import (
 )
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
-from shardwise.setup.validation import (
-    check_ignored,
-    check_modules,
-    class_name,
-    describe,
-)
-from shardwise.strategies.auto import AutoOptions, WrapNamed, choose
+from shardwise.setup.validation import check_ignored, check_modules, class_name
+from shardwise.strategies.auto import AutoOptions, choose
 from shardwise.strategies.choice import remember
-from shardwise.strategies.meshes import Strategy, StrategySettings
-from shardwise.strategies.named_policies import offload_named, precision_named
-from shardwise.strategies.overrides import Overrides, StrategyPlan
-from shardwise.strategies.wrap_policies import Wrap, as_policy
+from shardwise.strategies.meshes import Strategy
+from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
+from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
-from shardwise.torch_compat import nn_modules
-
-_log = logging.getLogger(__name__)
 
 
 @monitored
@@ -135,7 +123,8 @@ def shard_model(
             its method ``choose``). None: the repeated blocks; see :class:`shardwise.strategies.WrapRepeated`.
             :func:`explain` shows the result.
         mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, for
-            the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+            the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets: on one host they do what
+            ``zero3`` and ``zero2`` do, with one rank on each what ``ddp`` does.
         dp_mesh_dims: names of the dimensions to use, for a mesh of more.
         overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
             another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,
@@ -167,16 +156,13 @@ def shard_model(
 
     Warns:
         UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
-            Rank 0 logs a warning where all ranks are on one host, or each on its own, so that a hybrid
-            strategy has a mesh of 1 x N or N x 1.
 
     Example::
 
         model = shard_model(model, strategy="zero2", wrap={TransformerBlock})
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard_model: expected an nn.Module, got {describe(model)}.")
+    check_module("shard_model", model)
     check_modules(model)
     check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
     mp_policy = precision_named("shard_model", mp_policy)
@@ -209,27 +195,23 @@ def shard_model(
         "shard_placement_fn": shard_placement_fn,
         "comm_policy": comm_policy,
     }
-    plan = StrategyPlan(options, changes, model, blocks)
+    plans = plan_groups(options, changes, model, blocks)
     own = _own_modules(model, blocks)
-    _rehearse(model, own, plan, ids)
-    if mesh is None:
-        _tell_lone_dimension(*plan[model])
+    _rehearse(model, own, plans, ids)
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
-        groups = merge_neighbours(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plan.key)
-    everything: list[list[nn.Module]] = [*groups, [model]]
-    for modules in everything:
-        kind, arguments = plan[modules[0]]
+        groups = merge_neighbours(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plans.__getitem__)
+    for modules in [*groups, [model]]:
         together: Any = modules if len(modules) > 1 else modules[0]
         fully_shard(
             together,
             ignored_params=ignored,
             sync_module_states=sync_module_states,
             check_equal_weights=check_equal_weights,
-            **arguments,
+            **plans[modules[0]].arguments,
         )
-        if not kind.reshard_after_backward:
+        if not plans[modules[0]].strategy.reshard_after_backward:
             sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
     if choice is not None:
         remember(model, choice)
@@ -256,12 +238,13 @@ def _shard_copy(
     overrides: Overrides,
 ) -> None:
     """Shard ``copy`` as ``model`` would be, for a dry run."""
-    names = names_in(model)
     params = zip(model.parameters(), copy.parameters(), strict=True)
+    modules = zip(model.modules(), copy.modules(), strict=True)
+    chosen = {own for module, own in modules if module in blocks}
     shard_model(
         copy,
         strategy=cast(Strategy, strategy),
-        wrap=WrapNamed({names[block] for block in blocks}) if blocks else None,
+        wrap=WrapWhere(lambda module: module in chosen) if chosen else None,
         mesh=mesh,
         overrides=overrides,
         ignored_params={own for param, own in params if param in ignored},
@@ -308,13 +291,8 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
 
 
 def _cap_in_bytes(megabytes: Any) -> int:
-    if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)):
-        raise TypeError(f"shard_model: bucket_cap_mb is {describe(megabytes)}; pass a number of megabytes.")
-    if not 0 < megabytes < math.inf:
-        raise ValueError(
-            f"shard_model: bucket_cap_mb is {megabytes}; it is a size in megabytes, above 0. None puts each "
-            "module in a group of its own."
-        )
+    wanted = "a number of megabytes above 0, or None for a group of each module"
+    check_number("shard_model", "bucket_cap_mb", megabytes, wanted, above=0, kinds=(int, float))
     return int(megabytes * 1e6)
 
 
@@ -340,67 +318,26 @@ def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, l
 
 
 def _rehearse(
-    model: nn.Module, own: dict[nn.Module, list[nn.Module]], plan: StrategyPlan, ignored: set[int]
-) -> None:
-    """Raise what ``fully_shard`` would raise for any group, before the first is sharded."""
-    names = names_below([model])
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module, modules in own.items():
-        _, arguments = plan[module]
-        policy = arguments["mp_policy"]
-        meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
-        rule = PrecisionRule(policy, [module], modules)
-        found = Found([model], modules, names, ignored)
-        for param, sites in found.params.items():
-            make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
-            places.setdefault(param, []).extend((module, site.fqn) for site in sites)
-    for found_at in places.values():
-        if len({module for module, _ in found_at}) > 1:
-            _check_tie(found_at, names, own, plan)
-
-
-def _check_tie(
-    found_at: list[tuple[nn.Module, str]],
-    names: dict[nn.Module, str],
+    model: nn.Module,
     own: dict[nn.Module, list[nn.Module]],
-    plan: StrategyPlan,
+    plans: dict[nn.Module, GroupPlan],
+    ignored: set[int],
 ) -> None:
-    """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
-    around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]
-    lowest = max(around, key=lambda module: len(names[module]))
-    meshes = {}
-    for module in (lowest, *(module for module, _ in found_at)):
-        _, arguments = plan[module]
-        meshes[id(arguments["mesh"]), id(arguments.get("dp_mesh_dims"))] = names[module] or "the model"
-    if len(meshes) > 1:
-        raise ValueError(
-            f"shard_model: {' and '.join(fqn for _, fqn in found_at)} are tied, but their groups, and the "
-            f"one around both, are sharded over different meshes ({', '.join(meshes.values())}). Give them "
-            "one strategy, or untie them."
-        )
-
-
-def _tell_lone_dimension(strategy: StrategySettings, arguments: dict[str, Any]) -> None:
-    """Log if the ranks, as they lie on hosts, leave a hybrid strategy nothing to replicate or to shard."""
-    hosts, per_host = arguments["mesh"].shape if len(strategy.roles) == 2 else (2, 2)
-    if 1 not in (hosts, per_host) or hosts == per_host or dist.get_rank() != 0:
-        return
-    other = strategy.name.replace("hybrid_", "").replace("hybrid", "zero3") if hosts == 1 else "ddp"
-    _log.warning(
-        "shard_model: strategy '%s' shards over the ranks of a host and replicates over hosts. "
-        "LOCAL_WORLD_SIZE is %d of %d ranks, so its mesh is %d x %d, and it does what '%s' does. Pass mesh= "
-        "to arrange the ranks otherwise.",
-        *(strategy.name, per_host, hosts * per_host, hosts, per_host, other),
-    )
+    """Raise what ``fully_shard`` would raise for the parameters of any group, before the first is sharded."""
+    names = names_below([model])
+    for module, modules in own.items():
+        arguments = plans[module].arguments
+        meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
+        rule = PrecisionRule(arguments["mp_policy"], [module], modules)
+        for param, sites in Found([model], modules, names, ignored).params.items():
+            make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
 
 
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
     """Warn if most of the model is in the root's group, with parameters that tie groups together."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for owner, modules in own.items():
-        for param in {
-            p for module in modules for p in nn_modules.parameters(module).values() if p is not None
-        }:
+        for param in {param for module in modules for param in module.parameters(recurse=False)}:
             if id(param) not in ignored:
                 owners.setdefault(param, []).append(owner)
     names = {param: clean(name) for name, param in model.named_parameters()}

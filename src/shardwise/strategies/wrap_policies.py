@@ -2,17 +2,17 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Set
 from typing import Any, Protocol
 
 from torch import nn
 
+from shardwise.arguments import check_number, describe
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.strategies.module_trees import (
     Ask,
     choose_each,
     choose_recursively,
-    kind_of,
     modules_inside,
     range_of_names,
     repeated_modules,
@@ -47,7 +47,7 @@ class WrapClasses:
 
     Raises:
         TypeError: something else than module classes.
-        ValueError: no class; or, from ``choose``, a module without a forward is of one of them.
+        ValueError: no class; or, from ``shard_model``, a module without a forward is of one of them.
 
     Example::
 
@@ -60,7 +60,7 @@ class WrapClasses:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` of these classes, children before parents."""
-        return choose_each(self, model, ignored, lambda _, module: isinstance(module, self.classes))
+        return choose_each(model, ignored, lambda _, module: isinstance(module, self.classes))
 
     def __repr__(self) -> str:
         return f"WrapClasses({', '.join(cls.__name__ for cls in self.classes)})"
@@ -76,7 +76,7 @@ class WrapWhere:
     Raises:
         TypeError: ``predicate`` takes other arguments; or it answers with a dict, as functions for torch's
             ``CustomPolicy`` may: settings of single modules go into ``overrides=``.
-        ValueError: from ``choose``, for a module without a forward.
+        ValueError: from ``shard_model``, for a module without a forward.
 
     Example::
 
@@ -95,7 +95,7 @@ class WrapWhere:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The modules inside ``model`` that the predicate wants, children before parents."""
-        return choose_each(self, model, ignored, self._wants)
+        return choose_each(model, ignored, self._wants)
 
     def _wants(self, name: str, module: nn.Module) -> bool:
         answer = self.predicate(name, module) if self._takes_name else self.predicate(module)
@@ -182,13 +182,8 @@ class WrapBySize:
         keep_whole: Collection[type[nn.Module]] = (nn.MultiheadAttention,),
         descend_only: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
     ) -> None:
-        if isinstance(min_num_params, bool) or not isinstance(min_num_params, (int, float)):
-            raise TypeError(f"WrapBySize: min_num_params is {kind_of(min_num_params)}; pass a number.")
-        if not min_num_params > 0:
-            raise ValueError(
-                f"WrapBySize: min_num_params is {min_num_params}; it is the least number of parameters of a "
-                "group. Pass one above 0."
-            )
+        wanted = "the least number of parameters of a group, above 0"
+        check_number("WrapBySize", "min_num_params", min_num_params, wanted, above=0, kinds=(int, float))
         self.min_num_params = min_num_params
         self.keep_whole = _check_classes(keep_whole, "WrapBySize: keep_whole", may_be_empty=True)
         self.descend_only = _check_classes(descend_only, "WrapBySize: descend_only", may_be_empty=True)
@@ -239,20 +234,7 @@ class WrapRepeated:
 
 
 def as_policy(wrap: Any) -> WrapPolicy:
-    """The policy that the argument ``wrap=`` of ``shard_model`` means.
-
-    Args:
-        wrap: None (the repeated blocks); a module class, or a set, list or tuple of them; a function of
-            ``(module)``, of ``(name, module)`` or of FSDP1's ``(module, recurse, nonwrapped_numel)``; or an
-            object with a method ``choose``. Functions are told apart by their signatures.
-
-    Raises:
-        TypeError: anything else.
-
-    Example::
-
-        as_policy({TransformerBlock})  # WrapClasses(TransformerBlock)
-    """
+    """The policy that the argument ``wrap=`` of ``shard_model`` means. Functions go by their signatures."""
     if wrap is None:
         return WrapRepeated()
     if isinstance(wrap, (Set, list, tuple)) or (isinstance(wrap, type) and issubclass(wrap, nn.Module)):
@@ -263,23 +245,10 @@ def as_policy(wrap: Any) -> WrapPolicy:
         if callable(wrap):
             is_recursive = _style(wrap, "shard_model: wrap") == "recursive"
             return WrapRecursively(wrap) if is_recursive else WrapWhere(wrap)
-    raise TypeError(f"shard_model: wrap is {kind_of(wrap)}. {_advice(wrap)}")
-
-
-def _advice(wrap: Any) -> str:
-    if isinstance(wrap, nn.Module):
-        return f"Pass its class, {type(wrap).__name__}, or a function that tells which modules to shard."
-    if isinstance(wrap, type) and hasattr(wrap, "choose"):
-        return f"Pass an instance: {wrap.__name__}(...)."
-    if type(wrap).__module__.startswith("torch.distributed.fsdp"):
-        return (
-            "It works inside FullyShardedDataParallel only. Pass the function that it was made of as wrap=, "
-            "and settings of single modules, if that returns any, as overrides=."
-        )
-    return (
-        "Pass a module class or a set of them, a function of (module), (name, module) or (module, recurse, "
-        "nonwrapped_numel), a policy such as shardwise.strategies.WrapBySize(...), or None for the repeated "
-        "blocks."
+    raise TypeError(
+        f"shard_model: wrap is {describe(wrap)}. Pass a module class or a set of them, a function of "
+        "(module), (name, module) or (module, recurse, nonwrapped_numel), a policy such as "
+        "shardwise.strategies.WrapBySize(...), or None for the repeated blocks."
     )
 
 
@@ -288,15 +257,11 @@ def _check_classes(classes: Any, where: str, may_be_empty: bool = False) -> tupl
     if isinstance(classes, type):
         classes = (classes,)
     if not isinstance(classes, (Set, list, tuple)):
-        raise TypeError(f"{where} is {kind_of(classes)}; pass a module class or a set of them.")
+        raise TypeError(f"{where} is {describe(classes)}; pass a module class or a set of them.")
     for each in classes:
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            hint = "pass module classes"
-            if isinstance(each, nn.Module):
-                hint += ". To choose single modules, pass a function: lambda module: module in {...}"
-            elif isinstance(each, str):
-                hint += ". To choose by name, pass a function: lambda name, module: name in {...}"
-            raise TypeError(f"{where} contains {kind_of(each)}; {hint}.")
+            hint = "pass module classes, or a function (name, module) -> bool to choose single modules"
+            raise TypeError(f"{where} contains {describe(each)}; {hint}.")
     if not classes and not may_be_empty:
         raise ValueError(f"{where} is empty; pass a module class, or wrap=None for the repeated blocks.")
     if isinstance(classes, Set):
@@ -306,7 +271,8 @@ def _check_classes(classes: Any, where: str, may_be_empty: bool = False) -> tupl
 
 def _style(function: Any, where: str) -> str:
     """Which kind of function this is by its signature: of "module", "named" or "recursive"."""
-    parameters = _signature(function, where).parameters
+    signature = _signature(function, where)
+    parameters = signature.parameters
     required = [p for p in parameters.values() if p.default is p.empty]
     num_positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
     kinds = {p.kind for p in parameters.values()}
@@ -317,21 +283,15 @@ def _style(function: Any, where: str) -> str:
     if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
         return ("module", "named")[num_positional - 1]
     raise TypeError(
-        f"{where} is {text_of(function)}, which takes ({_shown(parameters)}). Pass a "
+        f"{where} is {text_of(function)}, which takes {signature}. Pass a "
         "function of (module), of (name, module) or of (module, recurse, nonwrapped_numel); give further "
         "arguments defaults, or values with functools.partial."
     )
 
 
-def _shown(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Their names, without the annotations."""
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return ", ".join(stars.get(each.kind, "") + name for name, each in parameters.items())
-
-
 def _signature(function: Any, where: str) -> inspect.Signature:
     if isinstance(function, type) or not callable(function):
-        raise TypeError(f"{where} is {kind_of(function)}; pass a function.")
+        raise TypeError(f"{where} is {describe(function)}; pass a function.")
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -367,7 +327,7 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Ask:
 
         return ask
     raise TypeError(
-        f"WrapRecursively: {text_of(policy)} takes ({_shown(signature.parameters)}), and would be "
+        f"WrapRecursively: {text_of(policy)} takes {signature}, and would be "
         "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
         "pass a function of (module) or of (name, module) to shardwise.strategies.WrapWhere."
     )

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.layout.fqns import uncompiled
+from shardwise.arguments import describe
+from shardwise.layout.fqns import listed, uncompiled
 from shardwise.strategies.module_trees import (
     has_forward,
-    kind_of,
-    message_without_forward,
     modules_inside,
     never_called,
     sizes_of,
@@ -26,42 +25,18 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
     """What ``policy`` chooses inside ``model``: checked, and children before parents.
 
     Of a module and what ``torch.compile`` has made of it, the module: its name and class are the ones to know
-    it by.
-
-    Two kinds are left out: modules whose parameters are all ignored, and those inside an
+    it by. Two kinds are left out: modules whose parameters are all ignored, and those inside an
     ``nn.MultiheadAttention``, which uses their parameters without calling them.
-
-    Args:
-        policy: any object with the method ``choose`` of :class:`WrapPolicy`.
-        model: what is to be sharded.
-        ignored: ids of the parameters that are not to be managed.
-
-    Raises:
-        TypeError: the policy returned something else than modules.
-        ValueError: it chose ``model`` itself, a module that is not inside, one without a forward, or one
-            twice; or nothing, unless it is a :class:`WrapRepeated`.
-
-    Example::
-
-        for block in chosen(as_policy(wrap), model, set()):
-            fully_shard(block)
-        fully_shard(model)
     """
     found = policy.choose(model, ignored)
     if not isinstance(found, (list, tuple, Set)):
         raise TypeError(
-            f"shard_model: {text_of(policy)}.choose() returned {kind_of(found)}; return a list of modules."
+            f"shard_model: {text_of(policy)}.choose() returned {describe(found)}; return a list of modules."
         )
     order = modules_inside(model)
-    seen: set[nn.Module] = set()
     for module in found:
         _check_choice(policy, module, model, order)
-        if module in seen:
-            raise ValueError(
-                f"shard_model: {text_of(policy)}.choose() returned '{order[module]}' twice; return it once."
-            )
-        seen.add(module)
-    wanted = set(map(uncompiled, seen))
+    wanted = set(map(uncompiled, found))
     uncalled = never_called(model)
     result = [m for m in order if m in wanted and m not in uncalled and sizes_of(m, ignored)]
     if not result and not isinstance(policy, WrapRepeated):
@@ -72,9 +47,8 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
 def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Module, str]) -> None:
     where = f"shard_model: {text_of(policy)}.choose() returned"
     if not isinstance(module, nn.Module):
-        hint = ", not their names" if isinstance(module, str) else ""
-        raise TypeError(f"{where} {kind_of(module)} among the modules; return the modules themselves{hint}.")
-    if isinstance(module, nn.Module) and uncompiled(module) is uncompiled(model):
+        raise TypeError(f"{where} among the modules {describe(module)}; return the modules themselves.")
+    if uncompiled(module) is uncompiled(model):
         raise ValueError(
             f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
             "was chosen inside it. Leave it out."
@@ -85,21 +59,21 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
             "Return modules of the model it was given."
         )
     if not has_forward(module):
-        raise ValueError(message_without_forward(policy, names[module], module))
+        raise ValueError(
+            f"{where} '{names[module]}', a {type(module).__name__}, which has no forward: its children are "
+            "called one by one, so nothing would tell when to unshard its parameters. Choose its children, "
+            "or the module around it."
+        )
 
 
 def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
-    head = f"shard_model: {text_of(policy)} chose no module with parameters inside the {type(model).__name__}"
     can_be = [m for m in modules_inside(model) if has_forward(m) and sizes_of(m, ignored)]
-    if not can_be:
-        return f"{head}, and there is none. Pass wrap=None to have the model as one group."
-    counts = Counter(type(m).__name__ for m in can_be)
-    classes = ", ".join(f"{count} x {name}" for name, count in counts.most_common(6))
-    more = " and others" if len(counts) > 6 else ""
-    total = sum(sizes_of(model, ignored).values())
+    counts = Counter(type(m).__name__ for m in can_be).most_common()
     return (
-        f"{head}: it has {classes}{more}, {total:,} parameters in all. They would all be in one group, "
-        "unsharded at once. Choose some of these with wrap=, or pass wrap=None for the repeated blocks."
+        f"shard_model: {text_of(policy)} chose no module with parameters inside the {type(model).__name__}, "
+        "which would be one group, unsharded at once. There are "
+        f"{listed((f'{count} x {name}' for name, count in counts), 6) or 'none'}. Choose some of these with "
+        "wrap=, or pass wrap=None for the repeated blocks."
     )
 
 
@@ -118,22 +92,10 @@ def merge_neighbours(
     Neighbours are children of the same module with no other chosen child between them. A parameter counts
     once a group, in its own dtype, unless it is ignored or in a chosen module further inside. A module
     larger than the cap is alone; so is one that stands in several places, whose calls come in no order.
+    Modules share a group only if ``key`` is equal for them.
 
-    Args:
-        model: the model.
-        modules: chosen ones inside it, children before parents, as :func:`chosen` returns them.
-        ignored: ids of parameters that are not managed.
-        cap_bytes: the most bytes of full parameters that a group of several modules has.
-        key: modules share a group only if it is equal for them.
-
-    Returns:
-        Groups that together hold each of ``modules`` once; whatever lies inside a module of a group comes in
-        an earlier group.
-
-    Example::
-
-        for group in merge_neighbours(model, blocks, set(), 25e6, type):
-            fully_shard(group)
+    The groups hold each of ``modules``, which are as :func:`chosen` returns them, once; whatever lies inside
+    a module of a group comes in an earlier group.
     """
     wanted = set(modules)
     parents = [module for module in model.modules() if uncompiled(module) is module]

@@ -15,22 +15,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
-ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-)
-_ALL_GATHER_MANY = (
-    "all_gather_single_coalesced"
-    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-    else "allgather_into_tensor_coalesced"
-)
-_REDUCE_MANY = (
-    "reduce_scatter_single_coalesced"
-    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
-    else "reduce_scatter_tensor_coalesced"
-)
-
-
 _NAMES_BEFORE_2_13 = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -38,6 +22,9 @@ _NAMES_BEFORE_2_13 = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
+ALL_GATHER, _ALL_GATHER_MANY, REDUCE_SCATTER, _REDUCE_MANY, _ = (
+    name if hasattr(dist.ProcessGroup, name) else older for name, older in _NAMES_BEFORE_2_13.items()
+)
 _ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version to version
 
 
@@ -62,14 +49,6 @@ class PythonGroup(_ProcessGroup):
         for name, older in _NAMES_BEFORE_2_13.items():
             if name in vars(cls):
                 setattr(cls, older, vars(cls)[name])
-
-    def rank(self) -> int:
-        """Of this process."""
-        return self._rank
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._size
 
     def getBackendName(self) -> str:
         """Asked by torch."""

@@ -1,6 +1,7 @@
-"""What ``torch.compile`` traces, and what it must leave alone. Seen on 2.11 to 2.13."""
+"""What ``torch.compile`` traces and what it must leave alone, and its graphs. Seen on 2.11 to 2.15."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -94,3 +95,79 @@ def allowed_in_checkpoints(function: Callable[..., None], *args: Any) -> None:
 def refuse_graph(reason: str) -> None:
     """While tracing, break the graph; with ``fullgraph=True`` an error that gives the reason."""
     torch._dynamo.graph_break(msg=reason)
+
+
+# --- AOTAutograd: graphs that are cut into forward and backward -------------------------------------
+
+_NOT_OBJECTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+@functools.cache
+def put_random_states_before_objects() -> None:
+    """Have random states stand among the tensors in all graphs that are cut from now on.
+
+    What forward keeps for backward must be tensors first, then objects such as the mesh of a DTensor, then
+    sizes. Activation checkpointing keeps the states of random generators as well, where these are not of an
+    accelerator that has another way, and torch puts them after the objects (2.13 and 2.15): every graph of a
+    checkpoint with DTensors and a random operator (dropout, or attention on the CPU) then fails in forward:
+    "expected all tensors_saved_with_vc_check to be Tensors". Only graphs that could not run change.
+    """
+    from torch._functorch import partitioners  # here, since it takes long and only graphs need it
+
+    module: Any = partitioners
+    functionalize = getattr(module, "functionalize_rng_ops", None)
+    if functionalize is None:  # private: a torch without it cuts graphs in another way
+        return
+
+    @functools.wraps(functionalize)
+    def ordered(joint: Any, forward: Any, backward: Any, num_sizes: int) -> tuple[Any, Any]:
+        inputs = backward.graph.find_nodes(op="placeholder")
+        first_tangent = next((i for i, node in enumerate(inputs) if "tangent" in node.name), len(inputs))
+        objects = [node for node in inputs[:first_tangent] if _is_object(node)]
+        # What is counted here stays last in what forward returns.
+        forward, backward = functionalize(joint, forward, backward, num_sizes + len(objects))
+        for node in backward.graph.find_nodes(op="placeholder"):
+            if objects and node.name.startswith("rng_state_output"):
+                objects[0].prepend(node)
+        backward.recompile()
+        return forward, backward
+
+    module.functionalize_rng_ops = ordered
+
+
+def _is_object(node: Any) -> bool:
+    return "val" in node.meta and not isinstance(node.meta["val"], _NOT_OBJECTS)
+
+
+# --- Inductor's schedule --------------------------------------------------------------------------
+#
+# Its steps have no public interface, but its configuration asks for passes over them
+# (``reorder_for_compute_comm_overlap_passes``), and torch's own passes use these attributes.
+
+
+def made_by(step: Any) -> Iterable[str]:
+    """Names of the buffers that a step writes."""
+    return step.get_buffer_names()  # type: ignore[no-any-return]
+
+
+def needed_by(step: Any) -> tuple[list[str], list[str]]:
+    """Names of the buffers that a step reads, and of those whose steps it only has to follow.
+
+    Each in an order that is the same on all ranks.
+    """
+    needed: dict[bool, set[str]] = {False: set(), True: set()}
+    for dep in step.unmet_dependencies:
+        needed[getattr(dep, "is_fake", False)].add(dep.name)
+    return sorted(needed[False]), sorted(needed[True] - needed[False])
+
+
+def collective_of(step: Any) -> str | None:
+    """Which functional collective a step begins ("all_gather_into_tensor"), or "wait_tensor"."""
+    from torch._inductor.utils import is_collective, is_wait
+
+    if is_wait(step.node):
+        return "wait_tensor"
+    if not is_collective(step.node):
+        return None
+    name = str(step.node.op_overload).split(".")[1]
+    return name.removesuffix("_out").removesuffix("_")  # all_reduce_ sums in place

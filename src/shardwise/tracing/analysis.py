@@ -10,7 +10,7 @@ transfer is not covered is what is waited for:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.text_tables import aligned
+from shardwise.layout.text_tables import ruled
 from shardwise.tracing.records import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -22,6 +22,7 @@ from shardwise.tracing.records import (
     TRANSFERS,
     Recording,
     Span,
+    TracedGroup,
 )
 
 _SHARE_WORTH_A_WORD = 0.01
@@ -38,9 +39,13 @@ class Traffic:
         waited_ns: how long the computation waited for them.
     """
 
-    num_bytes: int
-    ns: int
-    waited_ns: int
+    num_bytes: int = 0
+    ns: int = 0
+    waited_ns: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """Those of both."""
+        return Traffic(self.num_bytes + other.num_bytes, self.ns + other.ns, self.waited_ns + other.waited_ns)
 
     @property
     def uncovered(self) -> float:
@@ -71,8 +76,7 @@ class TracedWork:
     @property
     def both(self) -> Traffic:
         """All its transfers."""
-        one, two = self.all_gather, self.reduction
-        return Traffic(one.num_bytes + two.num_bytes, one.ns + two.ns, one.waited_ns + two.waited_ns)
+        return self.all_gather + self.reduction
 
 
 def work_of_groups(recording: Recording) -> list[TracedWork]:
@@ -110,8 +114,8 @@ def cells(recording: Recording) -> list[list[str]]:
         "total",
         sum(work.unshards for work in works),
         sum(work.reductions for work in works),
-        _sum(work.all_gather for work in works),
-        _sum(work.reduction for work in works),
+        sum((work.all_gather for work in works), Traffic()),
+        sum((work.reduction for work in works), Traffic()),
         sum(work.computed_ns for work in works),
     )
     return [_cells(work) for work in (*works, total)]
@@ -119,9 +123,8 @@ def cells(recording: Recording) -> list[list[str]]:
 
 def summary(recording: Recording) -> str:
     """What took the time, a table of the groups, and advice."""
-    header, *lines, last = aligned([HEAD, *cells(recording)], right=range(1, len(HEAD)))
-    rule = "-" * max(map(len, [header, *lines, last]))
-    return "\n".join([title(recording), header, rule, *lines, rule, last, *advice(recording)])
+    lines = ruled([HEAD, *cells(recording)], right=range(1, len(HEAD)), has_total=True)
+    return "\n".join([title(recording), *lines, *advice(recording)])
 
 
 def title(recording: Recording) -> str:
@@ -155,15 +158,6 @@ def _cells(work: TracedWork) -> list[str]:
     ]
 
 
-def _sum(parts: Iterable[Traffic]) -> Traffic:
-    every = list(parts)
-    return Traffic(
-        sum(part.num_bytes for part in every),
-        sum(part.ns for part in every),
-        sum(part.waited_ns for part in every),
-    )
-
-
 # --- advice ---------------------------------------------------------------------------------------
 
 
@@ -174,31 +168,18 @@ def advice(recording: Recording) -> list[str]:
             "No module was seen to compute: a model that is compiled as a whole runs as one graph, which "
             "tells nothing."
         ]
-    found = []
     waits = [s for s in recording.waits() if s.awaits == ALL_GATHER and s.phase == FORWARD]
     if waits and not recording.knew_order:
-        found.append(
+        return [
             "The first forward of a model records the order of its blocks and unshards nothing ahead: trace "
             "a later step to see what usually waits."
-        )
-    else:
-        found += _advice_on_prefetch(recording)
-    return found
-
-
-@dataclass(frozen=True)
-class _Coverable:
-    """Waits of one group in one phase that one more group of prefetch would cover."""
-
-    name: str
-    phase: str
-    prefetch: int
-    ns: float
-    more_bytes: int
+        ]
+    return _advice_on_prefetch(recording)
 
 
 def _advice_on_prefetch(recording: Recording) -> list[str]:
-    found: dict[tuple[str, int], list[_Coverable]] = {}
+    """Waits for all-gathers that one more group of prefetch would cover, those of a phase in a sentence."""
+    found: dict[tuple[str, int], list[tuple[TracedGroup, float]]] = {}
     for group in recording.groups:
         if group.prefetch is None:
             continue
@@ -211,9 +192,8 @@ def _advice_on_prefetch(recording: Recording) -> list[str]:
             ]
             if waits and all(_is_coverable(recording, wait) for wait in waits):
                 mean = sum(wait.ns for wait in waits) / len(waits)
-                one = _Coverable(group.name, phase, group.prefetch + 1, mean, group.unsharded_bytes)
-                found.setdefault((phase, one.prefetch), []).append(one)
-    return [_sentence(some) for some in found.values()]
+                found.setdefault((phase, group.prefetch + 1), []).append((group, mean))
+    return [_sentence(phase, prefetch, some) for (phase, prefetch), some in found.items()]
 
 
 def _is_coverable(recording: Recording, wait: Span) -> bool:
@@ -228,33 +208,31 @@ def _is_coverable(recording: Recording, wait: Span) -> bool:
     own = next((s for s in reversed(issued) if s.name == wait.name), None)
     if own is None:
         return False
-    earlier = [s for s in issued if s.start_ns < own.start_ns and s.name != wait.name]
-    if not earlier or any(_is_of_other_pass(s, own, recording) for s in earlier[-1:]):
+    earlier = [s.start_ns for s in issued if s.start_ns < own.start_ns and s.name != wait.name]
+    if not earlier:
         return False
-    begin, end = earlier[-1].start_ns, own.start_ns
+    begin, end = earlier[-1], own.start_ns
+    between = [s for s in recording.spans if begin < s.start_ns < end]
+    computed = {s.phase for s in between if s.row == COMPUTATION}
+    if any(s.row == OPTIMIZER for s in between) or any(_other(phase, own.phase) for phase in computed):
+        return False  # the one before is of another pass
     others = [s for s in recording.spans if s.row in TRANSFERS and s is not own]
     return end - begin - _length(others, begin, end) >= wait.ns
-
-
-def _is_of_other_pass(one: Span, two: Span, recording: Recording) -> bool:
-    """Whether another phase, or the step of an optimizer, lies between the two."""
-    between = [s for s in recording.spans if one.start_ns < s.start_ns < two.start_ns]
-    return any(s.row == OPTIMIZER or (s.row == COMPUTATION and _other(s.phase, two.phase)) for s in between)
 
 
 def _other(one: str, two: str) -> bool:
     return (one == FORWARD) != (two == FORWARD)
 
 
-def _sentence(some: Sequence[_Coverable]) -> str:
-    longest, first = max(one.ns for one in some), some[0]
-    more = f"({max(one.more_bytes for one in some) / 1e6:,.1f} MB more in memory)"
-    would = f"where no rank is late, prefetch={first.prefetch} would cover it {more}."
+def _sentence(phase: str, prefetch: int, some: Sequence[tuple[TracedGroup, float]]) -> str:
+    names = [group.name for group, _ in some]
+    longest = ms(max(ns for _, ns in some))
+    more = f"({max(group.unsharded_bytes for group, _ in some) / 1e6:,.1f} MB more in memory)"
+    would = f"where no rank is late, prefetch={prefetch} would cover it {more}."
     if len(some) == 1:
-        return f"{first.name} waits {ms(first.ns)} for its all-gather in {first.phase}: {would}"
-    names = ", ".join(one.name for one in some[:2]) if len(some) > 2 else first.name
-    rest = f"{len(some) - 2} more" if len(some) > 2 else some[1].name
-    return f"{names} and {rest} wait up to {ms(longest)} for their all-gathers in {first.phase}: {would}"
+        return f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
+    who = " and ".join(names) if len(some) == 2 else f"{', '.join(names[:2])} and {len(some) - 2} more"
+    return f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def _length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:

@@ -3,9 +3,8 @@
 Times are nanoseconds since the trace began: on the host of its clock, on a device of the device's clock.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 COMPUTATION, OPTIMIZER, COPIES = "computation", "optimizer", "copies"
@@ -130,24 +129,23 @@ class Recording:
         """The waits of the computation, in order of time."""
         return [span for span in self.spans if span.awaits is not None]
 
+    def rows(self) -> dict[str, list[list[Span]]]:
+        """For each row that has spans, from top to bottom, the lanes that they lie in."""
+        found = {row: lanes([span for span in self.spans if span.row == row]) for row in ROWS}
+        return {row: of_row for row, of_row in found.items() if of_row}
+
     def shifted(self, by_ns: int) -> "Recording":
         """The same, later by ``by_ns``."""
-        own = asdict(self)
-        for each in own["spans"]:
-            each["start_ns"] += by_ns
-            each["end_ns"] += by_ns
-        for each in own["memory"]:
-            each["at_ns"] += by_ns
-        own["end_ns"] += by_ns
-        return Recording.from_dict(own)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return asdict(self)
+        return replace(
+            self,
+            end_ns=self.end_ns + by_ns,
+            spans=tuple(replace(s, start_ns=s.start_ns + by_ns, end_ns=s.end_ns + by_ns) for s in self.spans),
+            memory=tuple(replace(sample, at_ns=sample.at_ns + by_ns) for sample in self.memory),
+        )
 
     @staticmethod
     def from_dict(found: dict[str, Any]) -> "Recording":
-        """What ``to_dict`` was made of."""
+        """What ``dataclasses.asdict`` has made a dict of."""
         parts = {
             "spans": tuple(Span(**each) for each in found["spans"]),
             "memory": tuple(MemorySample(**each) for each in found["memory"]),
@@ -166,8 +164,3 @@ def lanes(spans: Sequence[Span]) -> list[list[Span]]:
         else:
             free.append(span)
     return found
-
-
-def dumps(value: Any) -> str:
-    """Compact JSON."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)

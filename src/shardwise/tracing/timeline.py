@@ -1,121 +1,193 @@
-"""What happens while a trace records, in the order in which it happens; marks become times at the end."""
+"""What happens while a trace records, in the order in which it happens; marks become times at the end.
 
+Clock       marks moments: of the host, or of a device by events on its streams
+Marked      a span between two marks
+HeldMemory  what groups have in memory
+Timeline    all of it, and which module computes now
+"""
+
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.tracing.clocks import Clock
-from shardwise.tracing.records import BACKWARD, COMPUTATION, COPIES, Span
+import torch
+
+from shardwise.comm.streams import has_streams, timed_event
+from shardwise.groups.group import ParameterGroup
+from shardwise.observe.memory import bytes_of_gradients, bytes_of_shards, bytes_of_unsharded
+from shardwise.tracing.records import BACKWARD, COMPUTATION, COPIES, MemorySample, Span
 
 _SHORTEST_COPY_NS = 20_000
-"""Copies in the computing thread that take less are part of the computation."""
+"""Copies in the computing thread of the host that take less are part of the computation."""
 
 
-@dataclass(slots=True)
+class Clock:
+    """Notes moments, which ``ns_of`` turns into ns since the clock was made.
+
+    The device is idle when the clock is made, so that its zero is the host's as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_of_host = not has_streams(device)
+        self._device = device
+        self._zero = self.mark()
+        if not self.is_of_host:
+            self._zero.synchronize()
+
+    def mark(self) -> Any:
+        """Now. On a device: when its current stream comes to what is queued next."""
+        return time.perf_counter_ns() if self.is_of_host else timed_event(self._device)
+
+    def ns_of(self, mark: Any) -> int:
+        """When ``mark`` was passed; the host waits until it is."""
+        if self.is_of_host:
+            return int(mark - self._zero)
+        mark.synchronize()
+        return round(self._zero.elapsed_time(mark) * 1e6)
+
+
+@dataclass(slots=True, eq=False)
 class Marked:
-    """A span whose ends are marks of a clock."""
+    """A span whose ends are marks of a clock.
+
+    ``ends``: of a transfer whose ``end`` is not known, when the collectives in it were over.
+    """
 
     row: str
     name: str
     phase: str
-    begin: Any
+    begin: Any = None
     end: Any = None
     num_bytes: int = 0
     awaits: str | None = None
+    ends: list[Any] = field(default_factory=list)
 
     def span(self, clock: Clock, ended: Any) -> Span:
         """With times; what is still under way ends at the mark ``ended``."""
         start = clock.ns_of(self.begin)
-        end = max(start, clock.ns_of(ended if self.end is None else self.end))
+        end = max(self.ends, default=ended) if self.end is None else self.end
+        end = max(start, clock.ns_of(end))
         return Span(self.row, self.name, self.phase, start, end, self.num_bytes, self.awaits)
 
 
-class Timeline:
-    """The spans of one trace. ``phase``: the running pass; empty between passes."""
+class HeldMemory:
+    """What the groups have in memory over time: sampled after each event of a group, of that group alone.
 
-    def __init__(self, clock: Clock) -> None:
+    An event is told while a group changes, so that a sample is taken when the next thing happens, and bears
+    the time of the event.
+    """
+
+    def __init__(self, clock: Clock, groups: dict[str, ParameterGroup]) -> None:
+        self._clock = clock
+        self._groups = groups
+        self._held = {name: self._measure(group) for name, group in groups.items()}
+        self._shards = sum(map(bytes_of_shards, groups.values()))
+        self._touched: dict[str, Any] = {}
+        self._samples: list[tuple[Any, tuple[int, ...]]] = [(clock.mark(), self._sums())]
+
+    @staticmethod
+    def _measure(group: ParameterGroup) -> tuple[int, int, int, int]:
+        return (*bytes_of_unsharded(group), *bytes_of_gradients(group))
+
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self._held.values(), strict=True)))
+
+    def touch(self, name: str) -> None:
+        """What the group of this name holds changes now. Its state is settled at the next event."""
+        if name in self._groups and name not in self._touched:
+            self._touched[name] = self._clock.mark()
+
+    def touch_all(self) -> None:
+        """The caller may have changed any."""
+        for name in self._groups:
+            self.touch(name)
+        self.settle()
+
+    def settle(self) -> None:
+        """Sample those that were touched."""
+        touched, self._touched = self._touched, {}
+        for name, mark in touched.items():
+            before, self._held[name] = self._held[name], self._measure(self._groups[name])
+            if before != self._held[name]:
+                self._samples.append((mark, self._sums()))
+
+    def samples(self) -> list[MemorySample]:
+        """All samples, in order of time."""
+        found = [
+            MemorySample(self._clock.ns_of(mark), self._shards, reduced, unsharded, full, kept)
+            for mark, (unsharded, kept, full, reduced) in self._samples
+        ]
+        return sorted(found, key=lambda sample: sample.at_ns)
+
+
+class Timeline:
+    """What happens to the groups of one trace. ``phase``: the running pass; empty between passes.
+
+    ``submitting``: the transfer that is being submitted to a stream; see streams.py.
+    """
+
+    def __init__(self, clock: Clock, groups: dict[str, ParameterGroup]) -> None:
         self.clock = clock
+        self.memory = HeldMemory(clock, groups)
         self.phase = ""
         self.is_recording = True
-        self._marked: list[Marked] = []
+        self.submitting: Marked | None = None
+        self.marked: list[Marked] = []
         self._running: list[tuple[str, str | None]] = []  # phase and group; innermost last
         self._computing: Marked | None = None
 
-    def add(self, row: str, name: str, begin: Any, end: Any = None, **more: Any) -> Marked:
+    def add(self, row: str, name: str, begin: Any, end: Any, awaits: str | None = None) -> None:
         """Add a span of the running phase."""
-        marked = Marked(row, name, self.phase, begin, end, **more)
-        self._marked.append(marked)
-        return marked
+        self.marked.append(Marked(row, name, self.phase, begin, end, awaits=awaits))
 
     # --- the computation --------------------------------------------------------------------------
 
+    def begin_pass(self, phase: str) -> None:
+        """A forward or a backward begins; empty: it is over, and no module computes."""
+        with self.interrupted():
+            self._running.clear()
+            self.phase = phase
+
     def enter(self, phase: str, name: str | None) -> None:
         """From now on a module of this group computes; None: one that is not traced."""
-        self._stop(mark := self.clock.mark())
-        self._running.append((phase, name))
-        self._go_on(mark)
+        with self.interrupted():
+            self._running.append((phase, name))
 
     def leave(self, name: str | None) -> None:
         """It has run: what it runs inside of goes on."""
-        self._stop(mark := self.clock.mark())
-        if self._running and self._running[-1][1] == name and self._running[-1][0] != BACKWARD:
-            self._running.pop()
-        self._go_on(mark)
+        with self.interrupted():
+            if self._running and self._running[-1][1] == name and self._running[-1][0] != BACKWARD:
+                self._running.pop()
 
     def backward(self, name: str | None) -> None:
         """From now on backward goes through a module of this group, until it reaches the next."""
-        self._stop(mark := self.clock.mark())
-        if self._running and self._running[0][0] == BACKWARD:
-            del self._running[0]
-        self._running.insert(0, (BACKWARD, name))
-        self._go_on(mark)
-
-    def begin_pass(self, phase: str) -> None:
-        """A forward or a backward begins."""
-        self.end_pass()
-        self.phase = phase
-
-    def end_pass(self) -> None:
-        """It is over: no module computes."""
-        self._stop(self.clock.mark())
-        self._running.clear()
-        self.phase = ""
+        with self.interrupted():
+            if self._running and self._running[0][0] == BACKWARD:
+                del self._running[0]
+            self._running.insert(0, (BACKWARD, name))
 
     @contextmanager
     def interrupted(self) -> Iterator[list[Any]]:
         """Inside, the computation waits or does something else; the list gets the marks at both ends."""
         ends = [self.clock.mark()]
-        self._stop(ends[0])
+        if self._computing is not None:
+            self._computing.end = ends[0]
         try:
             yield ends
         finally:
             ends.append(self.clock.mark())
-            self._go_on(ends[1])
-
-    def _stop(self, mark: Any) -> None:
-        if self._computing is not None:
-            self._computing.end = mark
-            self._computing = None
-
-    def _go_on(self, mark: Any) -> None:
-        phase, name = self._running[-1] if self._running else ("", None)
-        if name is not None:
-            self._computing = Marked(COMPUTATION, name, phase, mark)
-            self._marked.append(self._computing)
+            phase, name = self._running[-1] if self._running else ("", None)
+            self._computing = None if name is None else Marked(COMPUTATION, name, phase, ends[1])
+            if self._computing is not None:
+                self.marked.append(self._computing)
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Record nothing from now on."""
-        self.is_recording = False
-
     def spans(self, ended: Any) -> list[Span]:
         """All spans, in order of time; ``ended`` is the mark at which the trace ended."""
-        self.clock.finish()
-        spans = [marked.span(self.clock, ended) for marked in self._marked]
-        is_host = self.clock.is_of_host
-        kept = [
-            span for span in spans if not (is_host and span.row == COPIES and span.ns < _SHORTEST_COPY_NS)
-        ]
-        return sorted((span for span in kept if span.ns or span.num_bytes), key=lambda span: span.start_ns)
+        shortest = _SHORTEST_COPY_NS if self.clock.is_of_host else 0
+        spans = [marked.span(self.clock, ended) for marked in self.marked]
+        spans = [s for s in spans if s.ns >= shortest or s.row != COPIES]
+        return sorted((s for s in spans if s.ns or s.num_bytes), key=lambda span: span.start_ns)

@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import streams
-from shardwise.engine.module_state import ModuleState
+from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.layout.mesh import Axis, all_reduce_max
-from shardwise.observe.sharded import module_states_to_observe
+from shardwise.observe.collectives import hear_events
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
 from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
-from shardwise.tracing.clocks import Clock, DeviceClock, HostClock
-from shardwise.tracing.files.endings import writer_for
+from shardwise.tracing.files import writer_for
 from shardwise.tracing.recorder import Recorder, TracedRoot
 from shardwise.tracing.records import Recording
+from shardwise.tracing.timeline import Clock
 
 
 class Trace:
@@ -65,9 +64,7 @@ class Trace:
             ImportError: matplotlib is missing.
             RuntimeError: the block still runs, or has raised.
         """
-        write, recording = writer_for(path, "trace.save"), self.recording
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write([recording], Path(path))
+        writer_for(path, "trace.save")([self.recording], Path(path))
 
     def __str__(self) -> str:
         """A line for each group, totals, and advice."""
@@ -121,15 +118,17 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     found = Trace()
     try:
         recorder.attach()
-        yield found
+        with hear_events(module_states, recorder.hear):
+            yield found
     finally:
         recorder.detach()
     found._recording = recorder.recording()
-    _keep_for_explain(module_states, found)
+    for module_state, work in zip(module_states, found.groups, strict=True):
+        module_state.group.traced = work  # for ``explain``
 
 
 def _module_states_to_trace(model: Any) -> list[ModuleState]:
-    module_states = module_states_to_observe("trace", model)
+    module_states = states_to_use("trace", model)
     if any(module_state.root.find(TracedRoot) is not None for module_state in module_states):
         raise RuntimeError(
             "trace: a trace of this model is running, and one model has one at a time. Leave the block of "
@@ -143,10 +142,4 @@ def _clock(module_states: Sequence[ModuleState], axes: Sequence[Axis], device: t
     if axes:
         all_reduce_max(together := torch.zeros(1, device=device), axes)
         together.item()  # on a device, the host waits
-    own = module_states[0].group.device
-    return DeviceClock(own) if streams.has_streams(own) else HostClock()
-
-
-def _keep_for_explain(module_states: Sequence[ModuleState], found: Trace) -> None:
-    for module_state, work in zip(module_states, found.groups, strict=True):
-        module_state.group.traced = work
+    return Clock(module_states[0].group.device)

@@ -13,7 +13,7 @@ compressing them alone can save.
 Refuted by: `sent` off `formula` by more than 5 %; a validation loss that is worse by more than the
 difference that another seed makes (row "exact, seed 1").
 
-    python bench/compression.py --json compression.json
+    python bench/claims/compression.py --json compression.json
 """
 
 import argparse
@@ -24,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

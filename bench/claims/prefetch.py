@@ -13,7 +13,7 @@ schedule, in units of a block.
 
 Refuted by: more unsharded groups than prefetch + 1 beside the root; different losses.
 
-    python bench/prefetch.py --json prefetch.json
+    python bench/claims/prefetch.py --json prefetch.json
 """
 
 import argparse
@@ -26,6 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

@@ -9,7 +9,7 @@ what a trace adds. The kinds of step take turns; `us/block` is the median over r
 
 Refuted by: `not traced` above `never traced` by more than `never traced again` is from it.
 
-    python bench/trace_cost.py
+    python bench/claims/trace_cost.py
 """
 
 import argparse

@@ -3,8 +3,8 @@
 #
 # What is measured, and the claim: see two_hosts.py, which runs once in each namespace, on one core each.
 #
-#     bench/two_hosts.sh --json two_hosts.json
-#     RATES="1000" bench/two_hosts.sh --steps 4              # one rate only, fewer steps
+#     bench/claims/two_hosts.sh --json two_hosts.json
+#     RATES="1000" bench/claims/two_hosts.sh --steps 4              # one rate only, fewer steps
 #
 # Needs root, iproute2 (ip, tc), taskset and two cores: says so and stops with 2 where it lacks one.
 # Variables: RATES (Mbit/s, default "1000 200"), CORES (default "0 1"), PYTHON (default python).
@@ -43,7 +43,7 @@ clean_up() {
 for tool in ip tc taskset; do
     command -v "$tool" >/dev/null || cannot "there is no '$tool' (packages iproute2 and util-linux)"
 done
-command -v "$PYTHON" >/dev/null || cannot "there is no '$PYTHON'; name one: PYTHON=python3 bench/two_hosts.sh"
+command -v "$PYTHON" >/dev/null || cannot "there is no '$PYTHON'; name one: PYTHON=python3 bench/claims/two_hosts.sh"
 for argument in "$@"; do                 # before anything is made
     case $argument in -h | --help) exec "$PYTHON" "$HERE/two_hosts.py" --help ;; esac
 done

@@ -5,17 +5,20 @@ ranks, 0.38 on each of 4 (counted on torch 2.13), where ours are 0.5 and 0.25. F
 and 0.65, where communication costs nothing; below it is what fewer exchanges save. Refuted by a ratio above 1
 by more than the noise (row `peer again`).
 
-    python bench/muon.py --processes 2
-    python bench/muon.py --processes 4 --width 1024 --matrices 8
+    python bench/claims/muon.py --processes 2
+    python bench/claims/muon.py --processes 4 --width 1024 --matrices 8
 
 Each rank has rows of every matrix, and its gradient is drawn once. Both compute in bfloat16, with the same
 kernels; torch's gathers for each product. Processes run on one thread each.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

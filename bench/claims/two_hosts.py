@@ -25,15 +25,18 @@ Refuted by: a ratio above 0.50, or step / bound above 1.2, at 1 Gbit/s; losses t
 What it cannot show: other transports than gloo's TCP; more than two hosts; latency (a veth pair has none).
 The kernel's part of the transport runs on the cores that compute, so that the bound cannot quite be met.
 
-    bench/two_hosts.sh --json two_hosts.json
+    bench/claims/two_hosts.sh --json two_hosts.json
 """
 
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch
@@ -244,7 +247,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"--processes: there are two hosts of one process, got {options.processes}")
     options.variants = choose_variants(options.variants, noise=options.noise)
     if options.collect is None and None in (options.rank, options.rate_mbit, options.folder):
-        parser.error("this part runs on one host; start both by bench/two_hosts.sh")
+        parser.error("this part runs on one host; start both by bench/claims/two_hosts.sh")
     options.reduce_dtype = "float32"  # what step_time.py's trainer asks for
     if options.raw_mb is None and options.rate_mbit is not None:
         options.raw_mb = max(1, round(options.rate_mbit * 0.06))  # about half a second

@@ -12,14 +12,18 @@ the full model, in runs of their own.
 Refuted by: ratios above 1; more than a bucket (64 MiB) beside the state on a rank. Exits with an error if a
 state differs from torch's.
 
-    python bench/state.py --json state.json
-    python bench/state.py --layers 24 --width 128         # many small parameters
+    python bench/claims/state.py --json state.json
+    python bench/claims/state.py --layers 24 --width 128         # many small parameters
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import torch

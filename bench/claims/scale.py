@@ -24,8 +24,8 @@ exceeded by the row of the claim (exits with 1).
 
 What it cannot show: time of a step on devices, start of communicators at such worlds.
 
-    python bench/scale.py --json scale.json
-    python bench/scale.py --models 1t --worlds 1024 --variants ours
+    python bench/claims/scale.py --json scale.json
+    python bench/claims/scale.py --models 1t --worlds 1024 --variants ours
 """
 
 import argparse
@@ -38,6 +38,8 @@ import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import psutil
 import torch

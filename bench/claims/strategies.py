@@ -22,14 +22,18 @@ divided by ranks.
 
 Refuted by: a column off its formula by more than 5 % and a block (of 3 MB here: buffers of groups in flight).
 
-    python bench/strategies.py --processes 2 --json strategies.json
+    python bench/claims/strategies.py --processes 2 --json strategies.json
 """
 
 import argparse
 import gc
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import numpy
 import psutil

@@ -12,10 +12,10 @@ optimizers.svg from them, and `compression.py` reads the loss.
 
 Refuted by: losses of `--peer torch` further than 1e-3 from ours; compression.py has the rest.
 
-    torchrun --nproc-per-node 2 bench/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
-    torchrun --nproc-per-node 2 bench/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
-    torchrun --nproc-per-node 2 bench/loss_curves.py --send-gradients int8
-    torchrun --nproc-per-node 2 bench/loss_curves.py --peer torch
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 200 --eval-every 25 --optimizer muon
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --steps 100 --eval-every 25 --optimizer soap
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --send-gradients int8
+    torchrun --nproc-per-node 2 bench/claims/loss_curves.py --peer torch
 """
 
 import argparse
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # before bench/, which has a gpt.py too
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch
 import torch.distributed as dist

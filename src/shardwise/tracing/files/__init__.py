@@ -1,1 +1,0 @@
-"""Files of traces: for trace viewers (chrome.py), as a page (page.py) and a picture (picture.py)."""
