@@ -202,11 +202,6 @@ def damaged(
     """What of the records is not what was written, by file and key.
 
     Where there are no digests, as torch writes none, by the sums that are in the records themselves.
-
-    Args:
-        folder: where the files are.
-        digests: of the checkpoint.
-        records: by file, what is to be read of it.
     """
     found: list[str] = []
     for name, wanted in records.items():

@@ -42,13 +42,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: folders.OpenFolder, verify: bool = True, trust: bool = False) -> "Manifest":
-        """Read it.
-
-        Args:
-            folder: of the checkpoint; it stays open as long as something is read.
-            verify: read the digests too, where there are any, and compare it with them.
-            trust: unpickle whatever it holds.
-        """
+        """Read it; with `verify` its digests too, where there are any; with `trust` whatever it holds."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         path = folder.path
@@ -108,12 +102,7 @@ class Manifest:
         self._check_files(self.metadata.storage_data.values())
 
     def check_records(self, indices: Iterable[Any], verify: bool) -> None:
-        """What is to be read is there, and as it was written.
-
-        Args:
-            indices: of the records, as a plan for reading names them.
-            verify: read them and compare; else sizes only.
-        """
+        """What is to be read is there, and (`verify`) as it was written; `indices` as plans name records."""
         wanted: dict[str, list[Wanted]] = {}
         for index in dict.fromkeys(indices):
             record = self.metadata.storage_data[index]

@@ -78,11 +78,11 @@ def unsharded(
 ) -> Iterator[None]:
     """Summon full parameters in place of the shards, to inspect, save or edit them.
 
-    Inside, ``module.weight``, ``named_parameters()``, ``state_dict()``, ``load_state_dict()`` and ``apply()``
-    all see full parameters: in the dtype that is stored, whatever dtype a mixed-precision policy computes in,
-    and DTensors of tensor parallelism as they were before ``fully_shard``. On exit, also after an exception,
-    the same shards as before are registered, so an existing optimizer keeps working. They take over changes
-    of the full parameters: in place, through ``.data``, by replacing a parameter, or of ``requires_grad``.
+    Inside, ``module.weight``, ``parameters()``, ``state_dict()`` and ``load_state_dict()`` see full
+    parameters: in the dtype that is stored, and DTensors of tensor parallelism as they were before
+    ``fully_shard``. On exit, also after an exception, the same shards as before are registered, so an
+    existing optimizer keeps working. They take over changes of the full parameters: in place, through
+    ``.data``, by replacing a parameter, or of ``requires_grad``.
 
     Collective: all ranks must enter it, for one all-gather per group. Costs the memory of the full model (of
     one group at a time on ranks that do not see it, or on a device from which it is offloaded), and with
@@ -242,7 +242,10 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     module_states = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
     left = math.inf if budget_bytes is None else budget_bytes
     with ExitStack() as stack:
-        for root, groups in _by_root(module_states).items():
+        by_root: dict[Root, list[ParameterGroup]] = {}
+        for module_state in module_states:
+            by_root.setdefault(module_state.root, []).append(module_state.group)
+        for root, groups in by_root.items():
             left -= begin_inference(root, groups, left)
             stack.callback(end_inference, root)
         with torch.no_grad():
@@ -274,10 +277,3 @@ def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> 
     for module_state in module_states:
         module_state.root.refuse_at_work(caller, module_state.group)
     return module_states
-
-
-def _by_root(module_states: list[ModuleState]) -> dict[Root, list[ParameterGroup]]:
-    found: dict[Root, list[ParameterGroup]] = {}
-    for module_state in module_states:
-        found.setdefault(module_state.root, []).append(module_state.group)
-    return found

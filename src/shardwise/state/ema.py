@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.arguments import check_floating
 from shardwise.engine.module_state import module_states_at_rest
 from shardwise.layout.fqns import listed
-from shardwise.state.names import check_at_rest, parameters_of
+from shardwise.state.names import check_at_rest, each_once, parameters_of
 from shardwise.torch_compat import dtensor, foreach
 
 
@@ -176,11 +176,7 @@ class EMA:
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
     """Floating-point parameters, each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, param in parameters_of(model):
-        if param.is_floating_point():
-            found.setdefault(id(param), (name, param))
-    return dict(found.values())
+    return each_once((name, param) for name, param in parameters_of(model) if param.is_floating_point())
 
 
 def _forms(averages: dict[str, Tensor]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, entries_of
+from shardwise.state.names import check_at_rest, each_once, entries_of
 
 SHARD_BYTES = 1 << 30
 """The size of a file, and what a rank holds to write it."""
@@ -78,7 +78,7 @@ def save_safetensors(
         check_at_rest(model, "save_safetensors")
         _check_arguments(directory, max_shard_bytes, dtype, metadata)
         import_safetensors()
-        tensors = _tensors_of(model)
+        tensors = each_once((entry.name, entry.value) for entry in entries_of(model) if entry.is_tensor)
         dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
         _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
         return tensors, _plan(tensors, dtypes, max_shard_bytes)
@@ -130,15 +130,6 @@ def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata:
 def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
     if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES.values()]:
         raise TypeError(f"save_safetensors: the format has no dtype for {listed(unknown)}.")
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors by name; a tied one under its first name."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for entry in entries_of(model):
-        if entry.is_tensor:
-            first.setdefault(id(entry.value), (entry.name, entry.value))
-    return dict(first.values())
 
 
 def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:

@@ -23,6 +23,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, gather_from_all, own_rank
+from shardwise.ranks.replicas import broadcast_tensors
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
     StatePath,
@@ -71,17 +72,17 @@ def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> St
         missing = {name: values for name, values in outline.items() if not joint.get(name)}
         broadcast = Broadcast(axes, rank, device)
 
-        def sent(place: StatePath, leaf: Any, broadcast: Broadcast = broadcast) -> Any:
+        def whole(place: StatePath, leaf: Any, is_source: bool = broadcast.is_source) -> Any:
             if not isinstance(leaf, ShapeAndDtype):
                 return leaf
-            if broadcast.is_source:
-                whole = own[place].detach().to(device).contiguous()
-            else:
-                whole = torch.empty(leaf.shape or (), dtype=leaf.dtype, device=device)
-            broadcast.tensor(whole)
-            return whole
+            if is_source:
+                return own[place].detach().to(device)
+            return torch.empty(leaf.shape or (), dtype=leaf.dtype, device=device)
 
-        joint |= mapped(missing, sent)
+        found = mapped(missing, whole)
+        tensors = [tensor for _, tensor in leaves(found) if isinstance(tensor, Tensor)]
+        broadcast_tensors(tensors, broadcast, device)
+        joint |= found
     return joint
 
 
