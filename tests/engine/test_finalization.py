@@ -12,9 +12,9 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,8 +24,7 @@ SHAPES = [(2,), (2, 1)]
 
 
 def tower(side: Side, shape: tuple[int, ...] | None = None) -> Any:
-    torch.manual_seed(0)
-    model: Any = even_tower().double()
+    model = built(even_tower, seed=0)
     options = {"mesh": init_device_mesh("cpu", shape)} if side.is_sharded and shape else {}
     side.shard_tower(model, **options)
     if side.is_sharded:
@@ -42,7 +41,14 @@ def finalize(side: Side, model: Any, async_op: bool) -> None:
             handle.wait()  # once is enough, twice does no harm
 
 
-def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async_op: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(9)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)
+def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
+    side: Side, shape: tuple[int, ...], syncs: list[bool], async_op: bool
+) -> None:
     """Two steps of several microbatches, each ended by one call; some backwards synchronise, some do not."""
     model = tower(side, shape)
     optimizer = adamw(model)
@@ -57,16 +63,6 @@ def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
-
-
-@pytest.mark.thin(9)
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)
-def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
-    world2: World, shape: tuple[int, ...], syncs: list[bool], async_op: bool
-) -> None:
-    assert_same(world2, reduced_by_hand, shape, syncs, async_op)
 
 
 # --- what ranks reduce at a moment that they have in common ---------------------------------------
@@ -87,8 +83,7 @@ class Choosing(nn.Module):
 
 def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[str, Tensor]:
     """`uses` says for each rank and microbatch whether the second layer is used."""
-    torch.manual_seed(0)
-    model: Any = Choosing().double()
+    model = built(Choosing, seed=0)
     ignored = {model.scale}
     for layer in (model.first, model.second):
         fully_shard(layer)
@@ -114,8 +109,7 @@ def rank_batch(number: int, rank: int) -> Tensor:
 def test_ranks_that_use_different_modules_reduce_once(world2: World, syncs: bool) -> None:
     """One rank has used the second layer in its first microbatch only, the other never."""
     uses = [[True, False], [False, False]]
-    torch.manual_seed(0)
-    model = Choosing().double()
+    model = built(Choosing, seed=0)
     for rank, microbatches in enumerate(uses):
         for number, uses_second in enumerate(microbatches):
             model(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()
@@ -275,7 +269,8 @@ no_bool: set_manual_backward_finalization: enabled is 1, an int; pass True or Fa
     )
 
 
-def before_the_first_forward(side: Side) -> None:
+@same_as_plain(2)
+def test_before_the_first_forward_there_is_nothing_to_end(side: Side) -> None:
     """It does nothing there, whoever ends backwards; what follows trains."""
     model = tower(side)
     if side.is_sharded:
@@ -288,11 +283,8 @@ def before_the_first_forward(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_before_the_first_forward_there_is_nothing_to_end(world2: World) -> None:
-    assert_same(world2, before_the_first_forward)
-
-
-def copied(side: Side) -> None:
+@same_as_plain(2)
+def test_a_copy_is_ended_by_hand_as_well(side: Side) -> None:
     """A copy of the model ends its backwards as the model does."""
     model = copy.deepcopy(tower(side))
     side.sync(model, False)
@@ -302,11 +294,8 @@ def copied(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_a_copy_is_ended_by_hand_as_well(world2: World) -> None:
-    assert_same(world2, copied)
-
-
-def sharded_around(side: Side) -> None:
+@same_as_plain(2)
+def test_a_module_around_is_ended_by_hand_as_well(side: Side) -> None:
     """A model that ends its backwards by hand, and becomes part of another one."""
     model = nn.Sequential(tower(side))
     if side.is_sharded:
@@ -316,7 +305,3 @@ def sharded_around(side: Side) -> None:
     side.sync(model, True)
     finalize(side, model, async_op=False)
     side.note_gradients(model)
-
-
-def test_a_module_around_is_ended_by_hand_as_well(world2: World) -> None:
-    assert_same(world2, sharded_around)

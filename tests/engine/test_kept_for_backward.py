@@ -10,7 +10,7 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import WIDTH, random_batch
+from models import WIDTH, built, random_batch, shard_tower
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,8 +34,7 @@ class Path(nn.Module):
 
 
 def path(**options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Path().double()
+    model = built(Path, seed=0)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model)
@@ -144,8 +143,7 @@ def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
 
 
 def plain_gradients() -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = Path().double()
+    model = built(Path, seed=0)
     for rank, order in enumerate(CROSSED):
         (model(random_batch(rank, 4), order).pow(2).mean() / 2).backward()
     return {name: full(param.grad) for name, param in model.named_parameters()}
@@ -373,13 +371,10 @@ def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> Non
 
 
 def events_of_experts() -> list[str]:
-    torch.manual_seed(0)
-    model: Any = Path().double()
+    model = built(Path, seed=0)
     model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
     fully_shard(model.blocks[2][1])
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     model.blocks[2][1].set_may_be_unused()
     step(model, *IN_ORDER)
     events = events_of(model)

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import full, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -173,7 +172,10 @@ def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
 # --- the numbers ----------------------------------------------------------------------------------------
 
 
-def train_accumulating(side: Side, make_optimizer: Any) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
+def test_accumulation_trains_as_without_sharding(side: Side, make_optimizer: Any) -> None:
     """With a step that changes shards unseen, evaluation between steps, and weights loaded in between."""
     model = built(even_tower)
     side.shard_tower(model, reshard_after_forward=False)
@@ -195,13 +197,8 @@ def train_accumulating(side: Side, make_optimizer: Any) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
-def test_accumulation_trains_as_without_sharding(world2: World, make_optimizer: Any) -> None:
-    assert_same(world2, train_accumulating, make_optimizer)
-
-
-def load_between_microbatches(side: Side) -> None:
+@same_as_plain(2)
+def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     """All ranks load: what they have kept unsharded is stale on all of them."""
     model = built(even_tower)
     side.shard_tower(model, reshard_after_forward=False)
@@ -215,20 +212,6 @@ def load_between_microbatches(side: Side) -> None:
     else:
         model.load_state_dict(halves)
     side.sync(model, True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
-
-
-def test_weights_may_be_loaded_between_microbatches(world2: World) -> None:
-    assert_same(world2, load_between_microbatches)
-
-
-def change_between_forwards(side: Side, change: Callable[[nn.Module], None]) -> None:
-    """The loss of the first forward has no backward."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=False)
-    side.note_mean("before", mean_of_squares(model, side.inputs(0)))
-    change(model)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
 
@@ -249,9 +232,18 @@ def double_data(model: nn.Module) -> None:
         param.data.mul_(2)
 
 
+@same_as_plain(2)
 @pytest.mark.parametrize("change", [load_halves, double_each, double_data])
-def test_all_ranks_may_change_weights_between_two_forwards(world2: World, change: Any) -> None:
-    assert_same(world2, change_between_forwards, change)
+def test_all_ranks_may_change_weights_between_two_forwards(
+    side: Side, change: Callable[[nn.Module], None]
+) -> None:
+    """The loss of the first forward has no backward."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=False)
+    side.note_mean("before", mean_of_squares(model, side.inputs(0)))
+    change(model)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
 
 
 def outputs_after_a_change_on_one_mesh() -> tuple[Tensor, Tensor]:

@@ -8,8 +8,9 @@ import torch
 from events import counts, events_of
 from expecttest import assert_expected_inline
 from harness import World
+from models import built
 from reference import mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, fully_shard
@@ -123,9 +124,9 @@ def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int)
         assert max(world2.run(most_unsharded, order, prefetch)) <= prefetch + 1
 
 
-def train_with_random_depth(side: Side) -> None:
-    torch.manual_seed(0)
-    model = Deep().double()
+@same_as_plain(2)
+def test_training_with_random_depth_is_plain_training(side: Side) -> None:
+    model = built(Deep, seed=0)
     if side.is_sharded:
         for module in (*model.layers, model):
             fully_shard(module, comm_policy=CommPolicy(prefetch=2))
@@ -137,7 +138,3 @@ def train_with_random_depth(side: Side) -> None:
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
-
-
-def test_training_with_random_depth_is_plain_training(world2: World) -> None:
-    assert_same(world2, train_with_random_depth)
