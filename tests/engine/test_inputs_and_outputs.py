@@ -318,7 +318,7 @@ def returns_the_weight_itself() -> bool:
     return isinstance(weight, nn.Parameter)
 
 
-def test_f26_a_root_may_return_the_parameter_of_a_block_that_stays_unsharded(world2: World) -> None:
+def test_a_root_may_return_the_parameter_of_a_block_that_stays_unsharded(world2: World) -> None:
     """A copy, as the block is freed in backward."""
     assert world2.run(returns_the_weight_itself) == [False, False]
 
