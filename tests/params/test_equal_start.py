@@ -255,7 +255,7 @@ def not_compared() -> list[str]:
 def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
     assert (
         world4.run(not_compared)
-        == [["TypeError: fully_shard: check_equal_weights is 1, a int; pass True or False."]] * 4
+        == [["TypeError: fully_shard: check_equal_weights is 1, an int; pass True or False."]] * 4
     )
 
 
