@@ -132,8 +132,8 @@ class Claim:
     """A checksum of something that must be equal on the ranks along ``axes``.
 
     ``is_unchanged`` is False if this rank has legitimately changed it since. If any rank has, the comparison
-    covers only ranks whose checksum ``is_telling``: any change would have changed it. Other ranks do not
-    take part.
+    covers only unchanged ranks whose checksum ``is_telling``: a change would have changed it. ``takes_part``
+    is False on a rank that the claim does not concern.
     """
 
     name: str
