@@ -320,7 +320,7 @@ def _spec(param: Any, dtype: torch.dtype) -> Any:
     return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check(optimizer: Any, elementwise: Any) -> None:

@@ -235,7 +235,7 @@ def _form_text(form: tuple[Any, ...]) -> str:
     return f"shape {shape}" + ("" if mesh is None else f", placements {place} on {mesh}")
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_matrix(tensor: Tensor, name: str) -> None:

@@ -749,7 +749,7 @@ def _described(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_class(kind: Any, single_owner: Any) -> None:
