@@ -99,7 +99,7 @@ class MixedPrecisionPolicy:
             class or a tuple of classes: floating-point inputs of such modules are cast to the dtype of
             their parameters, and their outputs are cast back. Or a predicate ``(name, module, parameter) ->
             bool``, where ``module`` is the one that registers the parameter and must handle the mixed
-            dtypes itself. A tied parameter stays in its dtype if any of its uses within this call is chosen.
+            dtypes itself. A tied parameter stays in its dtype if any of its places in this call is chosen.
 
     Raises:
         TypeError: from ``fully_shard``: a field is not of the type above.

@@ -349,7 +349,7 @@ class _UnshardedExtension(UnshardedBucket):
         return finish
 
     def relocated_params(self) -> list[str]:
-        """None: the protocol owns the memory."""
+        """Always empty: the protocol owns the memory."""
         return []
 
     @property

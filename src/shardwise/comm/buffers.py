@@ -152,9 +152,8 @@ def in_equal_steps(
 class LocalViews:
     """The shards of a rank in buffers laid out as a flat shard.
 
-    Slicing and viewing bytes for each parameter cost a quarter of the host time of a reduction. Here a
-    parameter costs one view. Neighbours of one shape, common among packed ones, share a view, which is
-    unbound.
+    Slicing and viewing bytes for each parameter cost a quarter of the host time of a reduction. Here each
+    costs one view. Neighbours of one shape, common among packed ones, even share one, which is unbound.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:

@@ -258,7 +258,7 @@ class BackwardPass:
             held.unshard(other, held.reasons.get(other) or IN_USE)
         if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             for ahead in prefetch.coming(group, chosen.backward_prefetch, order):
-                if ahead.settings.unshard_in_backward:  # as unshard_ahead, a frame shorter
+                if ahead.settings.unshard_in_backward:  # unshard_ahead, inlined to save a call
                     ahead.unsharded.unshard_ahead()
                     held.reasons[ahead] = AHEAD
         if chosen.unshard_in_backward or group.unsharded.state is UNSHARDED:
@@ -406,7 +406,7 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
     settings = group.settings
     # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
     if settings.requires_gradient_sync and not settings.ranks_may_differ:
-        root.reductions.reduce(group)  # as BackwardPass.reduce, a frame shorter
+        root.reductions.reduce(group)  # BackwardPass.reduce, inlined to save a call
         root.backward.reduced.add(group)
     if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
         root.backward.prefetch_after(group)

@@ -12,7 +12,7 @@ class Order:
 
     def __init__(self) -> None:
         self.planned: list[ParameterGroup] = []
-        """Empty until the end of the first pass, which records it; the next one begins with ``rewind``."""
+        """Set at the end of each pass, empty before the first; the next pass begins with ``rewind``."""
         self.cursor = 0
         self.is_followed = False
         """Whether groups have followed the plan so far."""
@@ -76,7 +76,7 @@ class Prefetch:
         ``chosen``: the caller's choice; None: the next in ``order``.
         """
         policy, found = group.policy, list[ParameterGroup]()
-        if chosen is None:  # as order.upcoming, a frame shorter
+        if chosen is None:  # order.upcoming, inlined to save a call
             at = order.cursor
             chosen = order.planned[at : at + policy.prefetch] if order.is_followed else ()
         for each in chosen:

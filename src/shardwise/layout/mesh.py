@@ -237,7 +237,7 @@ class FullMesh:
 def _strided(
     placed: list[Placement], sizes: Sequence[int], at: int | None, where: str
 ) -> tuple[Placement, ...]:
-    """Set the split factor at index ``at``: the number of parts that later dims had already split."""
+    """Set the split factor at index ``at``: into how many parts later dims had split the same tensor dim."""
     if at is None:
         return tuple(placed)
     shard = placed[at]

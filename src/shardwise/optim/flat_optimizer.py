@@ -89,9 +89,9 @@ class FlatOptimizer(Optimizer):
     chooses between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
 
     Costs no memory besides the state and its padding: less than 16 elements a parameter. The next step takes
-    a few milliseconds more if parameters have moved, if other parameters have gradients than at the last
-    step, or if ``state`` was read. ``state`` shows views of the flat state: look it up again after each
-    step, since numbers such as step counts are copies. No communication.
+    a few milliseconds more if parameters have moved, if different parameters have gradients, or if ``state``
+    was read. ``state`` shows views of the flat state: look it up again after each step, since numbers such
+    as step counts are copies. No communication.
 
     Example::
 

@@ -129,7 +129,7 @@ class FailureMonitor(RankActivity):
             CommunicationError: another rank has failed, and the work that this rank has queued since is lost.
         """
         if self._own is None and self.failure is None:
-            self.issuing = None  # its exception may have been caught
+            self.issuing = None  # the caller may have caught its exception
             return
         with self._lock:
             unraised, self._unraised = self._unraised, None
