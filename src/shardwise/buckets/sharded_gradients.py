@@ -176,7 +176,7 @@ def _are_in_place(
 
 
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:
-    """True if tensor i lies ``offsets[i]`` bytes behind the address ``start``."""
+    """True if tensor i begins ``offsets[i]`` bytes after the address ``start``."""
     return set(map(sub, map(Tensor.data_ptr, tensors), offsets)) <= {start}
 
 

@@ -297,7 +297,7 @@ class Gradients:
     def _accumulate(self) -> bool:
         """Add all results to ``.grad``; True if some wait for a sum over replicas."""
         is_some_left = False
-        # The fast way: shards have no gradient hooks, and no ``.grad`` stands for deferred gradients.
+        # The fast path: shards have no gradient hooks, and no ``.grad`` stands for deferred gradients.
         without_hooks = not self._has_deferred and self._shards.have_no_gradient_hooks()
         for number, reduction in enumerate(self._reductions):
             if reduction is not None:

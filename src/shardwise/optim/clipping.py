@@ -68,7 +68,7 @@ def clip_grad_norm_(
     the ranks that share them.
 
     Raises:
-        TypeError: the first argument is no module, tensor or iterable of tensors, or ``max_norm`` or
+        TypeError: the first argument is not a module, a tensor or an iterable of tensors, or ``max_norm`` or
             ``foreach`` has the wrong type.
         ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the ranks of a mesh have
             passed different parameters. On a device, a rank that passes the same as in an earlier step does
@@ -110,7 +110,7 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
     each of 8 bytes a module, rank and kind of placement. Waits for the device.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: ``norm_type`` is not above 0.
         RuntimeError: gradients of backwards without synchronisation wait to be reduced.
 

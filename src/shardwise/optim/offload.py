@@ -48,7 +48,7 @@ class _StateMover:
         for param, state in _states(optimizer):
             device = dtensor.plain(param).device
             for name, value in state.items():
-                # Scalars, such as a step count, are where the optimizer wants them.
+                # Scalars, such as a step count, stay where the optimizer has put them.
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = _moved(value, device, is_pinned=False)
 

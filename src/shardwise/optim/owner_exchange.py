@@ -325,7 +325,7 @@ class _RankExchange:
 
     @cached_property
     def _digest(self) -> str:
-        """Differs where the plans of two ranks do."""
+        """Differs between ranks whose plans differ."""
         plan = self.plan
         travels = [(each.there, each.back) for each in map(self._travels.__getitem__, plan.blocks)]
         what = sorted(plan.owners.items()), list(plan.blocks.values()), travels, self._batch_bytes

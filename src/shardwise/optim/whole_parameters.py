@@ -559,7 +559,7 @@ class _Shards:
 
 
 Wholes = dict[int, tuple[Tensor, Tensor | None]]
-"""Parameters, and gradients where there are any, by index."""
+"""Parameters with their gradients, if any, by index."""
 
 
 class _SharedClosure:

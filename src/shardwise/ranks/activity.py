@@ -58,7 +58,7 @@ class RankStatus:
     """What one rank reports about itself to others."""
 
     step: int = 0  # the running one, or the last
-    phase: str = ""  # "forward", "backward"; outside of both ""
+    phase: str = ""  # "forward", "backward"; outside both ""
     event: str = ""  # of its wait, if any, as in `Wait`
     name: str = ""
     kind: str = ""
@@ -69,7 +69,7 @@ class RankStatus:
     due: Mapping[str, int] = field(default_factory=dict)  # how many all of ``ranks`` must have issued
     is_on_device: bool = False
     quiet_s: float = 0.0
-    code: str = ""  # where the main thread is, outside of torch and of this library
+    code: str = ""  # where the main thread is, outside torch and this library
     is_late: bool = False  # it has waited for too long
     has_ended: bool = False
 
@@ -92,7 +92,7 @@ class RankActivity:
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # all possible waits
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0  # backwards that have begun
-        self.phase = ""  # "forward", "backward"; outside of both ""
+        self.phase = ""  # "forward", "backward"; outside both ""
         self.quiet_looks = 0  # looks of the monitor since the last change
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
         self._seen: object = None  # at the last look
@@ -172,7 +172,7 @@ class RankActivity:
             return RankStatus(self.step, self.phase, issued=issued)
         wait, count, on_device = awaited
         # Collectives issued before it, in order; not those issued ahead.
-        is_known = wait in self.waits and wait.count == count  # else the device is more than a step behind
+        is_known = wait in self.waits and wait.count == count  # if not, the device is over a step behind
         before = [each for each in list(self.waits) if is_known and 0 < each.number < wait.number]
         before = sorted((each for each in before if each.ranks == wait.ranks), key=lambda each: each.number)
         due = {each.kind: each.count for each in before} | {wait.kind: count}

@@ -103,7 +103,7 @@ class FailureMonitor(RankActivity):
         self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
         self.watch: StallReporter | None = None
         self._board = Board(store)
-        self._lock = threading.RLock()  # a finalizer may report inside of it
+        self._lock = threading.RLock()  # a finalizer may report inside it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks since
