@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
@@ -23,10 +24,6 @@ from shardwise.comm import full_tensors
 from shardwise.state import iter_full_parameters
 
 over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
-
-
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
 
 
 def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:
@@ -60,7 +57,7 @@ def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.Fix
 
 
 def a_model_loads(way: Way) -> bool:
-    """F35: a full state loads into the model by its own method."""
+    """A full state loads into the model by its own method."""
     model, other = way.model(seed=0), way.model(seed=1)
     other.load_state_dict(full_state_dict(model, rank0_only=False))
     return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
@@ -68,7 +65,7 @@ def a_model_loads(way: Way) -> bool:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
-def test_f35_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
+def test_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(world_of(way, request).run(a_model_loads, way))
 
 
@@ -278,11 +275,11 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(world2: World) -> Non
     assert_expected_inline(
         "\n".join(f"{what}: {text}" for what, text in first.items()),
         """\
-other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight, which this model does not have (pass strict=False to pass over them).
-too many: RuntimeError: load_full_state_dict: unexpected in the source: extra, which this model does not have (pass strict=False to pass over them).
-other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) in the source, where the model has (1,); blocks.0.weight has shape (5, 6) in the source, where the model has (6, 6).
-another dtype: RuntimeError: load_full_state_dict: scale is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); embed.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.bias is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_mean is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.running_var is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values); norm.num_batches_tracked is of torch.float32 in the source, where the model has torch.int64 (pass convert_dtype=True to convert floating-point values); blocks.0.weight is of torch.float32 in the source, where the model has torch.float64 (pass convert_dtype=True to convert floating-point values) and 4 more.
-different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source.
+other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight (pass strict=False to pass over them); missing in the source: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (pass strict=False to keep what the model has).
+too many: RuntimeError: load_full_state_dict: unexpected in the source: extra (pass strict=False to pass over them).
+other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) there and (1,) here; blocks.0.weight has shape (5, 6) there and (6, 6) here.
+another dtype: RuntimeError: load_full_state_dict: dtypes differ: scale is of torch.float32 there and of torch.float64 here, embed.weight is of torch.float32 there and of torch.float64 here, norm.weight is of torch.float32 there and of torch.float64 here, norm.bias is of torch.float32 there and of torch.float64 here, norm.running_mean is of torch.float32 there and of torch.float64 here, norm.running_var is of torch.float32 there and of torch.float64 here, norm.num_batches_tracked is of torch.float32 there and of torch.int64 here, blocks.0.weight is of torch.float32 there and of torch.float64 here and 4 more (pass convert_dtype=True to convert floating-point values).
+different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source (untie them, or load into a model without the tie and copy the one that you want).
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
 a reader that fails: RuntimeError: OSError: the network is gone
@@ -321,7 +318,7 @@ def integers_are_not_converted() -> str:
 
 def test_only_floating_point_values_are_converted(world2: World) -> None:
     for told in world2.run(integers_are_not_converted):
-        assert "blocks.0.counts is of torch.int16 in the source, where the model has torch.int64" in told
+        assert "blocks.0.counts is of torch.int16 there and of torch.int64 here" in told
 
 
 class Unreadable(dict):  # type: ignore[type-arg]
@@ -504,7 +501,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4,), 0), ((2, 2), 0), ((4,), 1)], ids=["sharded", "hybrid", "columns"]
 )
-def test_f51_f52_f53_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
+def test_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
     first, *others = world4.run(peaks, shape, dim)
     for peak in (first, *others):
         assert 1 <= peak["iterating"] <= 2.1  # the bucket is two layers

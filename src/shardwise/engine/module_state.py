@@ -125,7 +125,6 @@ def drive(root: Root, module_states: Sequence[ModuleState], own: ModuleState) ->
     for module_state in module_states:
         _take_over(root, module_state)
     root.tree_changed()
-    root.plan_check.plan_changed()
     root.observe(root.observer)
 
 
