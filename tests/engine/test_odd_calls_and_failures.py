@@ -394,7 +394,7 @@ def refuse(gradient: Tensor) -> None:
     raise RuntimeError("not this one")
 
 
-def after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
+def told_after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
     """The second microbatch fails in backward, when some blocks have added its gradients to the first's."""
     model: Any = side.shard_tower(built(fragile_tower))
     optimizer = adamw(model)
@@ -420,6 +420,10 @@ def after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
     return told
 
 
+def after_failed_backward(side: Side, synchronises: bool, clear: str) -> None:
+    told_after_failed_backward(side, synchronises, clear)
+
+
 @pytest.mark.parametrize("synchronises", [False, True])
 @pytest.mark.parametrize("clear", ["at once", "late", "to zeros", "reset"])
 def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
@@ -428,12 +432,12 @@ def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
     assert_same(world2, after_failed_backward, synchronises, clear)
 
 
-def told_after_failed_backward(synchronises: bool) -> str:
-    return after_failed_backward(Side(is_sharded=True), synchronises, "late")
+def told_to_the_caller(synchronises: bool) -> str:
+    return told_after_failed_backward(Side(is_sharded=True), synchronises, "late")
 
 
 def test_it_says_which_gradients_are_incomplete(world2: World) -> None:
-    for told in world2.run(told_after_failed_backward, False):
+    for told in world2.run(told_to_the_caller, False):
         assert_expected_inline(
             told,
             """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias and 18 more: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
