@@ -259,7 +259,7 @@ def run_tests(tree: Path, tests: list[str], *, limit_s: float) -> Verdict:
     if hangs:
         return Verdict(progress.read_text(), output, hangs=True)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
-    ranks_hang = "gave no answer within" in output
+    ranks_hang = bool(re.search(r"on a world of \d+: ranks? [\d, ]+ gave no answer", output))
     return Verdict(failed[0] if failed else "", output, ranks_hang, is_out_of_time)
 
 
