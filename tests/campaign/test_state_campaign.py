@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrangements import BUILDS, built
+from comparing import assert_equal
 from meshed import BATCH_SIZE, device_mesh, part, refusal
 from models import random_batch
 from reference import full
@@ -673,21 +674,6 @@ class PlainEMA:
 
     def inside(self) -> dict[str, Tensor]:
         return {n: self.averages.get(n, p).detach().clone() for n, p in self.model.named_parameters()}
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, list):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    elif isinstance(left, Tensor):
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 # --- a journey ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshed import device_mesh
-from models import Block, random_batch
+from models import Block, built, random_batch
 from reference import full
 from scenario import one_thread
 from torch import Tensor, nn
@@ -598,8 +598,7 @@ class StrategyRun(Run):
         is_sharded = answers is None
         super().__init__(draw, is_sharded, *((dist.get_rank(), draw["world"]) if is_sharded else (0, 1)))
         self.answers: list[Any] = list(answers or [])
-        torch.manual_seed(1234)
-        model = Net(draw).double()
+        model = built(Net, draw)
         for module in model.modules():
             if isinstance(module, Single):
                 module.inner.float()

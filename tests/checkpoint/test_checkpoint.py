@@ -22,7 +22,6 @@ from checkpointing import (
     NoScalars,
     Run,
     Tied,
-    assert_same,
     by_block,
     everything,
     first_half,
@@ -30,10 +29,11 @@ from checkpointing import (
     second_half,
     uninterrupted,
 )
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
-from models import odd_model
+from models import odd_model, shard_tower
 from reference import full
 from strategies import Plan, live_bytes
 from torch import Tensor, nn
@@ -62,12 +62,12 @@ def goes_on(request: pytest.FixtureRequest, first: Run, second: Run, sizes: tupl
     """Train on as many ranks as `sizes` says first, save, load on as many as it says then, and train on."""
     want = uninterrupted(replace(first, layout=None))
     saving = world_of(request, sizes[0]).run(first_half, first)
-    assert_same(saving, want, 1e-10)
+    assert_all_same(saving, want, 1e-10)
     loading = world_of(request, sizes[1]).run(second_half, second)
-    assert_same(loading, want, 1e-10)
+    assert_all_same(loading, want, 1e-10)
     if sizes[0] == sizes[1] and first == second:
         for got, same_rank in zip(loading, saving, strict=True):
-            assert_same([got], same_rank, 0.0)
+            assert_all_same([got], same_rank, 0.0)
 
 
 @pytest.mark.sample(2)
@@ -93,7 +93,7 @@ def second_half_from_meta(run: Run) -> dict[str, Any]:
 def test_a_model_on_meta_goes_on(world2: World, world3: World, tmp_path: Path, build: Any) -> None:
     run = Run(build=build, path=str(tmp_path / "checkpoint"))
     world2.run(first_half, run)
-    assert_same(world3.run(second_half_from_meta, run), uninterrupted(run), 1e-10)
+    assert_all_same(world3.run(second_half_from_meta, run), uninterrupted(run), 1e-10)
 
 
 def refusals_on_meta(run: Run) -> list[str]:
@@ -165,7 +165,7 @@ def ties_outside(run: Run) -> dict[str, Any]:
             each(torch.arange(8)).square().mean().backward()
             optimizer.step()
         found.append(everything(each, optimizer))
-    assert_same(found[1:], found[0], 0.0)
+    assert_all_same(found[1:], found[0], 0.0)
     return found[1]
 
 
@@ -193,11 +193,11 @@ def test_any_number_of_ranks_goes_on_in_every_combination(
 def test_one_process_without_a_group_goes_on_and_so_do_ranks(world2: World, tmp_path: Path) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))
     want = uninterrupted(run)
-    assert_same([first_half(run)], want, 0.0)
-    assert_same([second_half(run)], want, 0.0)
-    assert_same(world2.run(second_half, run), want, 1e-10)
-    assert_same(world2.run(first_half, run), want, 1e-10)
-    assert_same([second_half(run)], want, 1e-10)
+    assert_all_same([first_half(run)], want, 0.0)
+    assert_all_same([second_half(run)], want, 0.0)
+    assert_all_same(world2.run(second_half, run), want, 1e-10)
+    assert_all_same(world2.run(first_half, run), want, 1e-10)
+    assert_all_same([second_half(run)], want, 1e-10)
 
 
 # --- from any way of sharding to any other --------------------------------------------------------
@@ -224,8 +224,7 @@ def strategy(model: nn.Module, name: str) -> nn.Module:
 
 def offloaded(model: nn.Module, layout: Layout | None) -> nn.Module:
     if dist.is_initialized():
-        for module in (*model.blocks, model):
-            fully_shard(module, offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
+        shard_tower(model, offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
     return model
 
 
@@ -310,8 +309,7 @@ def test_tied_parameters_go_on_tied(request: pytest.FixtureRequest, tmp_path: Pa
 def odd_values(path: str, seed: int, does_load: bool) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = odd_model()
-    for block in (*model.blocks, model):
-        fully_shard(block)
+    shard_tower(model)
     if does_load:
         load_checkpoint(path, model)
     else:
@@ -321,7 +319,7 @@ def odd_values(path: str, seed: int, does_load: bool) -> dict[str, Any]:
 
 def test_parameters_of_odd_shapes_and_dtypes(world3: World, world4: World, tmp_path: Path) -> None:
     want = world3.run(odd_values, str(tmp_path / "checkpoint"), 1, False)[0]
-    assert_same(world4.run(odd_values, str(tmp_path / "checkpoint"), 2, True), want, 0.0)
+    assert_all_same(world4.run(odd_values, str(tmp_path / "checkpoint"), 2, True), want, 0.0)
 
 
 def pipeline_stage(path: str, does_load: bool) -> dict[str, Any]:
@@ -349,7 +347,7 @@ def test_stages_of_a_pipeline_share_a_checkpoint(world4: World, tmp_path: Path) 
     saved = world4.run(pipeline_stage, path, False)
     assert saved[0].keys() != saved[2].keys()
     for want, got in zip(saved, world4.run(pipeline_stage, path, True), strict=True):
-        assert_same([got], want, 0.0)
+        assert_all_same([got], want, 0.0)
     whole = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7)).double()
     load_checkpoint(path, whole)
     assert torch.equal(whole[0].weight, saved[0]["0.weight"])
@@ -473,8 +471,8 @@ def with_states(run: Run, does_load: bool, **options: Any) -> dict[str, Any]:
 def test_objects_beside_the_model_go_on(world2: World, world3: World, tmp_path: Path, options: Any) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))
     want = world2.run(with_states, run, False, **options)[0]
-    assert_same(world3.run(with_states, run, True), want, 1e-6)
-    assert_same([with_states(run, True)], want, 1e-6)
+    assert_all_same(world3.run(with_states, run, True), want, 1e-6)
+    assert_all_same([with_states(run, True)], want, 1e-6)
 
 
 def stage_with_average(path: str, does_load: bool) -> dict[str, Any]:
@@ -495,7 +493,7 @@ def test_stages_of_a_pipeline_have_averages_of_their_own(world4: World, tmp_path
     for want, got in zip(
         saved, world4.run(stage_with_average, str(tmp_path / "checkpoint"), True), strict=True
     ):
-        assert_same([got], want, 0.0)
+        assert_all_same([got], want, 0.0)
 
 
 class Keeper:
@@ -669,7 +667,7 @@ def in_inference_mode(run: Run) -> None:
     run.train(model, optimizer, HALF)
     with torch.inference_mode():
         load_checkpoint(run.path, model, optimizer)
-    assert_same([everything(model, optimizer)], want, 0.0)
+    assert_all_same([everything(model, optimizer)], want, 0.0)
     run.train(model, optimizer, HALF)
 
 
@@ -721,15 +719,15 @@ def loaded_by_torch(run: Run) -> dict[str, Any]:
 def test_checkpoints_of_torchs_recipe_are_loaded(world2: World, world3: World, tmp_path: Path) -> None:
     run = Run(build=NoScalars, path=str(tmp_path / "checkpoint"))
     want = uninterrupted(run)
-    assert_same(world2.run(saved_by_torch, run), want, 1e-10)
-    assert_same(world3.run(loaded_from_torch, run), want, 1e-10)
-    assert_same([loaded_from_torch(run)], want, 1e-10)
+    assert_all_same(world2.run(saved_by_torch, run), want, 1e-10)
+    assert_all_same(world3.run(loaded_from_torch, run), want, 1e-10)
+    assert_all_same([loaded_from_torch(run)], want, 1e-10)
 
 
 def test_torchs_recipe_loads_ours(world2: World, world3: World, tmp_path: Path) -> None:
     run = Run(build=NoScalars, path=str(tmp_path / "checkpoint"))
     world2.run(first_half, run)
-    assert_same(world3.run(loaded_by_torch, run), uninterrupted(run), 1e-10)
+    assert_all_same(world3.run(loaded_by_torch, run), uninterrupted(run), 1e-10)
 
 
 def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
@@ -843,13 +841,13 @@ def test_a_save_beside_training_holds_the_values_at_the_call(
     run = Run(build=build, path=str(tmp_path / "checkpoint"))
     want = world2.run(trained_beside, run)[0]
     for _, got in world3.run(loaded_into, run):
-        assert_same([got], want, 0.0)
+        assert_all_same([got], want, 0.0)
 
 
 def test_a_save_beside_training_without_ranks(tmp_path: Path) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))
     want = trained_beside(run)
-    assert_same([loaded_into(run)[1]], want, 0.0)
+    assert_all_same([loaded_into(run)[1]], want, 0.0)
 
 
 def two_in_a_row(run: Run) -> list[bool]:

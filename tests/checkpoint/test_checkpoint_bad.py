@@ -26,7 +26,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import Net, Run, assert_same, by_block, everything, first_half, second_half, uninterrupted
+from checkpointing import Net, Run, by_block, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -44,7 +45,7 @@ def refused(run: Run, with_optimizer: bool = True, **options: Any) -> str:
     run.train(model, optimizer, 0, 1)
     before = everything(model, optimizer)
     text = refusal(load_checkpoint, run.path, model, optimizer if with_optimizer else None, **options)
-    assert_same([everything(model, optimizer)], before, 0.0)
+    assert_all_same([everything(model, optimizer)], before, 0.0)
     run.train(model, optimizer, 1, 1)
     return text.replace(os.path.dirname(run.path), "RUN")
 
@@ -198,7 +199,7 @@ def converted(run: Run, convert_dtype: bool) -> Any:
     if not convert_dtype:
         before = everything(model, optimizer)
         text = refusal(load_checkpoint, run.path, model, optimizer).replace(os.path.dirname(run.path), "RUN")
-        assert_same([everything(model, optimizer)], before, 0.0)
+        assert_all_same([everything(model, optimizer)], before, 0.0)
         return text
     load_checkpoint(run.path, model, optimizer, convert_dtype=True)
     return everything(model, optimizer)
@@ -524,7 +525,7 @@ def test_a_full_disk_is_told_by_all_ranks_and_loses_nothing(
     assert f"rank {on_rank} could not write the checkpoint {run.path} (into {tmp_path}/.step-2." in text
     assert os.strerror(errno.EFBIG) in text
     assert "bytes free. A checkpoint that was there before is still there." in text
-    assert_same(world2.run(second_half, run), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(second_half, run), uninterrupted(run), 1e-10)
 
 
 def tiny_disk(path: str, num_rows: int) -> str:
@@ -826,7 +827,7 @@ def on_one_rank_alone(path: str) -> list[str]:
     return [text.replace(os.path.dirname(path), "RUN") for text in seen]
 
 
-def test_f50_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
+def test_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(on_one_rank_alone, str(tmp_path / "step-1"))
     assert first == second
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-1"]

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import Net, Run, assert_same, everything, first_half, second_half, uninterrupted
+from checkpointing import Net, Run, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -59,7 +60,7 @@ class Target:
 
     def refused(self, **options: Any) -> str:
         text = refusal(load_checkpoint, self.path, self.model, self.optimizer, **options)
-        assert_same([everything(self.model, self.optimizer)], self.before, 0.0)
+        assert_all_same([everything(self.model, self.optimizer)], self.before, 0.0)
         return text.replace(str(self.path), "PATH")
 
 
@@ -85,7 +86,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_path: Path, seed: int) -> None:
+def test_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "step-2"
     world2.run(saved, str(path), False)
     index = dcp.FileSystemReader(path).read_metadata()
@@ -106,12 +107,12 @@ def test_f61_every_flipped_bit_is_refused_by_file_and_key(world2: World, tmp_pat
         file.write_bytes(content)
     load_checkpoint(path, target.model, target.optimizer)
     target.run.train(target.model, target.optimizer, 2)
-    assert_same([everything(target.model, target.optimizer)], uninterrupted(target.run), 1e-10)
+    assert_all_same([everything(target.model, target.optimizer)], uninterrupted(target.run), 1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_f61_damage_in_torchs_checkpoints_is_refused_or_harmless(
+def test_damage_in_torchs_checkpoints_is_refused_or_harmless(
     world2: World, tmp_path: Path, seed: int
 ) -> None:
     """They have no digests: bytes that mean nothing, as padding, may change; values may not."""
@@ -130,9 +131,9 @@ def test_f61_damage_in_torchs_checkpoints_is_refused_or_harmless(
             load_checkpoint(path, target.model, target.optimizer)
         except (ValueError, RuntimeError):
             num_refused += 1
-            assert_same([everything(target.model, target.optimizer)], target.before, 0.0)
+            assert_all_same([everything(target.model, target.optimizer)], target.before, 0.0)
         else:
-            assert_same([target.values()], want, 0.0)
+            assert_all_same([target.values()], want, 0.0)
         file.write_bytes(content)
     assert num_refused > 10
 
@@ -159,7 +160,7 @@ def values_of(path: Path, key: str, rank: int = 0) -> tuple[Path, int]:
     raise KeyError(key)
 
 
-def test_f61_ranks_say_the_same_and_each_verifies_what_it_reads(
+def test_ranks_say_the_same_and_each_verifies_what_it_reads(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-2"
@@ -231,7 +232,7 @@ def key_renamed(index: Metadata) -> None:
 EDITS = [without_a_chunk, chunk_moved, chunk_longer, record_lost, record_of_the_other, key_renamed]
 
 
-def test_f61_an_index_that_does_not_cover_its_tensors_is_refused(world2: World, tmp_path: Path) -> None:
+def test_an_index_that_does_not_cover_its_tensors_is_refused(world2: World, tmp_path: Path) -> None:
     texts = []
     for number, edit in enumerate(EDITS):
         path = tmp_path / f"step-{number}"
@@ -313,7 +314,7 @@ OWN = "/proc/self/cwd/run/step-2"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
-def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
+def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
     for host in (0, 1):  # the same run, saved twice: all that differs is which save it is
         world2.run(first_half, Run(path=str(tmp_path / f"host-{host}" / "run" / "step-2")))
     first, second = world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN)
@@ -326,11 +327,11 @@ def test_f61_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: P
     shutil.rmtree(tmp_path / "host-1" / "run")
     shutil.copytree(tmp_path / "host-0" / "run", tmp_path / "host-1" / "run")
     run = Run(path=OWN)
-    assert_same(world2.run(on_own_disk, str(tmp_path), second_half, run), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(on_own_disk, str(tmp_path), second_half, run), uninterrupted(run), 1e-10)
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
-def test_f61_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: Path) -> None:
+def test_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: Path) -> None:
     world2.run(saved, str(tmp_path / "host-0" / "run" / "step-2"), False)
     shutil.copytree(tmp_path / "host-0", tmp_path / "host-1")
     world2.run(saved, str(tmp_path / "other"), False)
@@ -350,4 +351,4 @@ def test_a_plain_module_is_verified_too(tmp_path: Path) -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert "model.outlet.weight" in refusal(load_checkpoint, tmp_path / "x", model)
-    assert_same([model.state_dict()], before, 0.0)
+    assert_all_same([model.state_dict()], before, 0.0)

@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing import (
-    HALF,
-    Net,
-    Pair,
-    Run,
-    assert_same,
-    everything,
-    first_half,
-    second_half,
-    uninterrupted,
-)
+from checkpointing import HALF, Net, Pair, Run, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from harness import World
 from meshed import refusal
 from reference import OptimizerByName
@@ -95,18 +86,18 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     run = kind.run(tmp_path)
     want = uninterrupted(run)
     saving = world2.run(first_half, run)
-    assert_same(saving, want, kind.atol)
+    assert_all_same(saving, want, kind.atol)
     for rank, got in enumerate(world2.run(second_half, run)):
-        assert_same([got], saving[rank], 0.0)  # to the bit
-    assert_same(world3.run(second_half, run), want, kind.atol)
-    assert_same([second_half(run)], want, kind.atol)
+        assert_all_same([got], saving[rank], 0.0)  # to the bit
+    assert_all_same(world3.run(second_half, run), want, kind.atol)
+    assert_all_same([second_half(run)], want, kind.atol)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
 def test_without_ranks_the_others_go_on_as_well(tmp_path: Path, name: str) -> None:
     run = Kind(name).run(tmp_path)
-    assert_same([first_half(run)], uninterrupted(run), 0.0)
-    assert_same([second_half(run)], uninterrupted(run), 0.0)
+    assert_all_same([first_half(run)], uninterrupted(run), 0.0)
+    assert_all_same([second_half(run)], uninterrupted(run), 0.0)
 
 
 def never_stepped(run: Run) -> dict[str, Any]:
@@ -134,9 +125,9 @@ def test_an_optimizer_that_never_stepped_is_saved_as_such(world2: World, tmp_pat
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     want = everything(model, optimizer)
-    assert_same(world2.run(never_stepped, run), want, 1e-10)
-    assert_same(world2.run(after_steps_of_its_own, run), want, 1e-10)
-    assert_same([after_steps_of_its_own(run)], want, 1e-10)
+    assert_all_same(world2.run(never_stepped, run), want, 1e-10)
+    assert_all_same(world2.run(after_steps_of_its_own, run), want, 1e-10)
+    assert_all_same([after_steps_of_its_own(run)], want, 1e-10)
 
 
 def with_gradients_pending(run: Run) -> dict[str, Any]:
@@ -151,7 +142,7 @@ def with_gradients_pending(run: Run) -> dict[str, Any]:
 def test_gradients_in_the_way_do_not_matter(world2: World, tmp_path: Path) -> None:
     run = Kind("Adam").run(tmp_path)
     world2.run(first_half, run)
-    assert_same(world2.run(with_gradients_pending, run), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(with_gradients_pending, run), uninterrupted(run), 1e-10)
 
 
 def forms(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -205,8 +196,8 @@ def test_an_optimizer_that_made_its_state_on_the_meta_device_is_loaded(world2: W
     world2.run(first_half, run)
     states = world2.run(full_states, run)[0]
     late = replace(run, build=net_on_meta)
-    assert_same(world2.run(second_half, late), uninterrupted(run), 1e-10)
-    assert_same(world2.run(goes_on_from_full_states, late, states), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(second_half, late), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(goes_on_from_full_states, late, states), uninterrupted(run), 1e-10)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -241,8 +232,8 @@ def test_groups_and_their_schedule_go_on(world2: World, world4: World, tmp_path:
     want = scheduled(run, None, 0, 4, 0.05)
     half = replace(run, path=str(tmp_path / "half"))
     world2.run(scheduled, half, None, 0, 2, 0.05)
-    assert_same(world4.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
-    assert_same(world2.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
+    assert_all_same(world4.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
+    assert_all_same(world2.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
 
 
 def two_optimizers(run: Run, does_load: bool) -> dict[str, Any]:
@@ -265,8 +256,8 @@ def two_optimizers(run: Run, does_load: bool) -> dict[str, Any]:
 def test_several_optimizers_share_a_checkpoint(world2: World, world3: World, tmp_path: Path) -> None:
     run = Run(path=str(tmp_path / "checkpoint"))
     want = world2.run(two_optimizers, run, False)[0]
-    assert_same(world3.run(two_optimizers, run, True), want, 1e-10)
-    assert_same([two_optimizers(run, True)], want, 1e-10)
+    assert_all_same(world3.run(two_optimizers, run, True), want, 1e-10)
+    assert_all_same([two_optimizers(run, True)], want, 1e-10)
 
 
 # --- frozen and unfrozen --------------------------------------------------------------------------
@@ -289,8 +280,8 @@ def test_a_parameter_may_be_unfrozen_after_loading(world2: World, world4: World,
     run = Run(path=str(tmp_path / "checkpoint"))
     want = unfrozen_later(run, False)
     world2.run(unfrozen_later, run, False)
-    assert_same(world2.run(unfrozen_later, run, True), want, 1e-10)
-    assert_same(world4.run(unfrozen_later, run, True), want, 1e-10)
+    assert_all_same(world2.run(unfrozen_later, run, True), want, 1e-10)
+    assert_all_same(world4.run(unfrozen_later, run, True), want, 1e-10)
 
 
 class InTuples(torch.optim.SGD):
@@ -360,7 +351,7 @@ def refused_with_another(run: Run, strict: bool = True) -> str:
     model, optimizer = run.start(2)
     before = everything(model, optimizer)
     text = refusal(load_checkpoint, run.path, model, optimizer, strict=strict)
-    assert_same([everything(model, optimizer)], before, 0.0)
+    assert_all_same([everything(model, optimizer)], before, 0.0)
     return text.replace(run.path, "PATH")
 
 
@@ -372,7 +363,7 @@ def test_parameters_that_join_later_are_named_or_left_alone(world2: World, tmp_p
         "ValueError: PATH: the optimizer has other parameters; not saved: inlet.bias. Nothing "
         "was loaded. strict=False leaves those as they are that are missing."
     }
-    assert_same(world2.run(second_half, joined, strict=False), uninterrupted(run), 1e-10)
+    assert_all_same(world2.run(second_half, joined, strict=False), uninterrupted(run), 1e-10)
 
 
 class OneBlock(Pair):
@@ -389,4 +380,6 @@ def offloaded(params: Any, **options: Any) -> torch.optim.Optimizer:
 def test_state_in_host_memory_is_saved_and_loaded(world2: World, tmp_path: Path) -> None:
     run = Run(build=OneBlock, path=str(tmp_path / "checkpoint"), optimizer=offloaded)
     world2.run(first_half, run)
-    assert_same(world2.run(second_half, run), uninterrupted(replace(run, optimizer=torch.optim.AdamW)), 1e-10)
+    assert_all_same(
+        world2.run(second_half, run), uninterrupted(replace(run, optimizer=torch.optim.AdamW)), 1e-10
+    )

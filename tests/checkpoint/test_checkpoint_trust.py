@@ -77,7 +77,7 @@ def refused(path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", [Attack, ByCopyreg])
 @pytest.mark.parametrize("where", ["whole", "storage_meta", "key", "planner_data", "sizes"])
-def test_f49_an_index_runs_nothing(tmp_path: Path, kind: Any, where: str) -> None:
+def test_an_index_runs_nothing(tmp_path: Path, kind: Any, where: str) -> None:
     path, attack = tmp_path / "x", kind(tmp_path / "marker")
     saved(path)
 
@@ -102,7 +102,7 @@ def test_f49_an_index_runs_nothing(tmp_path: Path, kind: Any, where: str) -> Non
     assert (tmp_path / "marker").exists(), "the attack is none"
 
 
-def test_f49_an_index_changes_no_class(tmp_path: Path) -> None:
+def test_an_index_changes_no_class(tmp_path: Path) -> None:
     before = MetadataIndex.__hash__
     with pytest.raises(TypeError, match="MetadataIndex"):
         read_metadata(pickle.dumps(Setter()))
@@ -144,7 +144,7 @@ OUTSIDE = ["../secret.distcp", "a/../../secret.distcp", "/etc/hostname", "C:\\se
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_f49_files_outside_of_the_folder_are_not_read(tmp_path: Path, name: str) -> None:
+def test_files_outside_of_the_folder_are_not_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x"
     saved(path)
     (path / "__0_0.distcp").rename(tmp_path / "secret.distcp")
@@ -160,7 +160,7 @@ def test_f49_files_outside_of_the_folder_are_not_read(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_f49_files_outside_of_a_safetensors_folder_are_not_read(tmp_path: Path, name: str) -> None:
+def test_files_outside_of_a_safetensors_folder_are_not_read(tmp_path: Path, name: str) -> None:
     path, model = tmp_path / "x", nn.Linear(4, 4)
     save_safetensors(model, path)
     (path / "model.safetensors").rename(tmp_path / "secret.distcp")
@@ -233,7 +233,7 @@ def objects(folder: str) -> list[str]:
     return found
 
 
-def test_f49_objects_are_made_only_where_they_are_trusted(world2: World, tmp_path: Path) -> None:
+def test_objects_are_made_only_where_they_are_trusted(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(objects, str(tmp_path))
     assert first == second
     assert_expected_inline(

@@ -48,7 +48,7 @@ CASES: list[tuple[Plan, dict[str, Any], int]] = [
 ]
 
 
-def test_f43_all_ranks_stop_at_the_same_step(world2: World) -> None:
+def test_all_ranks_stop_at_the_same_step(world2: World) -> None:
     for plan, options, want in CASES:
         assert world2.run(steps_done, plan, options) == [(want, 2.0 * want, True)] * 2, (plan, options)
 

@@ -15,17 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import (
-    HALF,
-    Net,
-    NoScalars,
-    Run,
-    Tied,
-    assert_same,
-    by_block,
-    everything,
-    uninterrupted,
-)
+from checkpointing import HALF, Net, NoScalars, Run, Tied, by_block, everything, uninterrupted
+from comparing import assert_all_same
 from harness import World
 from meshed import Layout
 from reference import full
@@ -148,7 +139,7 @@ OF_TORCH = pytest.param("torch's", 2, marks=pytest.mark.slow)
 def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
     run = RUNS[kind]
     found = world.run(goes_on, run, WAYS[way])
-    assert_same([got for _, got in found], uninterrupted(replace(run, layout=None)), ATOL)
+    assert_all_same([got for _, got in found], uninterrupted(replace(run, layout=None)), ATOL)
     tensors = {"Tensor"} if way.startswith("full") else {"DTensor"}
     buffers = set() if kind == "tied" else {"Tensor"}
     for rank, (kinds, _) in enumerate(found):
@@ -160,7 +151,7 @@ def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
 def test_a_run_with_scalars_goes_on_from_shards(world2: World, way: str) -> None:
     run = Run(Net)
     found = world2.run(goes_on, run, WAYS[way])
-    assert_same([got for _, got in found], uninterrupted(run), ATOL)
+    assert_all_same([got for _, got in found], uninterrupted(run), ATOL)
 
 
 # --- options of one side --------------------------------------------------------------------------
@@ -186,7 +177,7 @@ def without_what_is_frozen(run: Run) -> tuple[set[str], dict[str, Any], Tensor]:
 def test_frozen_parameters_may_be_left_out(world2: World) -> None:
     for left_out, got in world2.run(without_what_is_frozen, Run(Net)):
         assert left_out == {"inlet.bias"}
-        assert_same([got], uninterrupted(Run(Net)), ATOL)
+        assert_all_same([got], uninterrupted(Run(Net)), ATOL)
 
 
 def of_a_block(keeps_prefixes: bool) -> tuple[set[str], bool, set[str]]:
@@ -310,7 +301,7 @@ def test_stateful_objects_change_the_number_of_ranks(
 ) -> None:
     run = replace(Run(Net), path=str(tmp_path / "saved"))
     request.getfixturevalue(first).run(saves, run, asynchronously)
-    assert_same(request.getfixturevalue(second).run(loads, run), uninterrupted(run), ATOL)
+    assert_all_same(request.getfixturevalue(second).run(loads, run), uninterrupted(run), ATOL)
 
 
 # --- where torch fails, and what works ------------------------------------------------------------
@@ -403,4 +394,4 @@ def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
 @pytest.mark.parametrize("build", [Net, Tied])
 def test_our_loaders_take_full_states_of_either(world2: World, build: type[nn.Module], reader: str) -> None:
     run = Run(build)
-    assert_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)
+    assert_all_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from custom_comms import AllGather, Comm, Comms, ReduceScatter
-from failure_models import Failure, built, fragile_tower
+from failure_models import Failure, fragile_tower
 from harness import World
-from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from models import built, even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import SHARDED, Calling, assert_says, refusal, sharded_tower, tower
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -82,7 +82,8 @@ class GathersOnes(AllGather):
         output_tensor.fill_(1)
 
 
-def what_comes_back_counts(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_what_a_custom_collective_returns_is_what_is_used(side: Side) -> None:
     model = built(even_tower)
     if not side.is_sharded:
         with torch.no_grad():
@@ -98,12 +99,8 @@ def what_comes_back_counts(side: Side) -> None:
         side.note(f"gradient of {name}", param.grad * factor)
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_what_a_custom_collective_returns_is_what_is_used(world: World) -> None:
-    assert_same(world, what_comes_back_counts)
-
-
-def custom_after_a_step_and_during_accumulation(side: Side) -> None:
+@same_as_plain(2)
+def test_custom_collectives_may_be_set_between_steps(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
@@ -116,10 +113,6 @@ def custom_after_a_step_and_during_accumulation(side: Side) -> None:
     side.note_gradients(model)
     optimizer.step()
     side.steps(model, optimizer, [3])
-
-
-def test_custom_collectives_may_be_set_between_steps(world2: World) -> None:
-    assert_same(world2, custom_after_a_step_and_during_accumulation)
 
 
 # --- the hook on reduced gradients ----------------------------------------------------------------
@@ -164,7 +157,8 @@ def test_with_replicas_the_hook_gets_what_was_reduced_over_all_ranks(world4: Wor
     assert_same(world4, hook_that_scales, "blocks.1", shape)
 
 
-def hook_over_two_halves(side: Side) -> None:
+@same_as_plain(4)
+def test_a_hook_may_reduce_over_ranks_outside_of_the_mesh(side: Side) -> None:
     """What the hook is for: an all-reduce over ranks that the mesh does not know of."""
     model = built(even_tower)
     if not side.is_sharded:
@@ -184,10 +178,6 @@ def hook_over_two_halves(side: Side) -> None:
     mean_of_squares(model, side.inputs(0)).backward()
     for name, param in model.named_parameters():
         side.note(name, param.grad if not side.is_sharded else param.grad.full_tensor())
-
-
-def test_a_hook_may_reduce_over_ranks_outside_of_the_mesh(world4: World) -> None:
-    assert_same(world4, hook_over_two_halves)
 
 
 # --- switches that change no number ---------------------------------------------------------------
@@ -257,7 +247,10 @@ SWITCHES = [
 ]
 
 
-def train_switched(side: Side, switch: Switch) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(13)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_how_to_communicate_changes_no_number(side: Side, switch: Switch) -> None:
     model = side.shard_tower(built(uneven_tower))
     optimizer = adamw(model)
     for step in range(3):
@@ -271,13 +264,6 @@ def train_switched(side: Side, switch: Switch) -> None:
         optimizer.step()
         side.assert_settled(model)
     side.note_parameters(model)
-
-
-@pytest.mark.thin(13)
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_how_to_communicate_changes_no_number(world: World, switch: Switch) -> None:
-    assert_same(world, train_switched, switch)
 
 
 def ops_of_reductions(factor: float | None) -> tuple[list[str], float]:
@@ -351,7 +337,8 @@ def test_an_event_is_kept_until_the_next_forward_and_no_longer(world1: World) ->
 # --- weights that backward does not need ----------------------------------------------------------
 
 
-def embedding_not_unsharded_for_backward(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_an_embedding_need_not_be_unsharded_for_backward(side: Side) -> None:
     model = built(language_model)
     side.shard(model.embed, *model.blocks, model, reshard_after_forward=True)
     gathers = AllGather(returns_work=True)
@@ -373,12 +360,8 @@ def embedding_not_unsharded_for_backward(side: Side) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_an_embedding_need_not_be_unsharded_for_backward(world: World) -> None:
-    assert_same(world, embedding_not_unsharded_for_backward)
-
-
-def root_not_unsharded_for_an_inner_loss(side: Side) -> None:
+@same_as_plain(2)
+def test_a_root_need_not_be_unsharded_for_a_loss_inside(side: Side) -> None:
     """The loss comes from what a block has put out, not from the root's output, inside whose call it ran."""
     model = built(even_tower)
     side.shard(*model.blocks, reshard_after_forward=True)
@@ -398,10 +381,6 @@ def root_not_unsharded_for_an_inner_loss(side: Side) -> None:
         if side.is_sharded:
             assert len(gathers.calls) == 1, f"all-gathered {len(gathers.calls)} times in a step"
             gathers.calls.clear()
-
-
-def test_a_root_need_not_be_unsharded_for_a_loss_inside(world2: World) -> None:
-    assert_same(world2, root_not_unsharded_for_an_inner_loss)
 
 
 def backward_without_its_weights() -> str:
@@ -425,7 +404,8 @@ def test_weights_that_backward_needs_after_all_are_an_error(world2: World) -> No
 # --- several roots, and starting over -------------------------------------------------------------
 
 
-def several_roots_share(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_roots_that_share_their_lanes_train(side: Side) -> None:
     first, second = built(even_tower), built(language_model)
     side.shard_tower(first)
     side.shard_tower(second)
@@ -444,12 +424,10 @@ def several_roots_share(side: Side) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_roots_that_share_their_lanes_train(world: World) -> None:
-    assert_same(world, several_roots_share)
-
-
-def reset_between_and_after(side: Side, fails: str | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("fails", [None, "early", "late", "backward"])
+def test_iteration_state_may_be_reset_at_any_time(side: Side, fails: str | None) -> None:
     """Where others need it to recover, it may be called; it loses nothing but the failed iteration."""
     model = side.shard_tower(built(fragile_tower))
     optimizer = adamw(model)
@@ -467,24 +445,16 @@ def reset_between_and_after(side: Side, fails: str | None) -> None:
     side.steps(model, optimizer, [1, 2])
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("fails", [None, "early", "late", "backward"])
-def test_iteration_state_may_be_reset_at_any_time(world2: World, fails: str | None) -> None:
-    assert_same(world2, reset_between_and_after, fails)
-
-
-def reset_before_the_first_forward(side: Side) -> None:
+@same_as_plain(2)
+def test_iteration_state_may_be_reset_before_there_is_any(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
         model.reset_iter_state()
     side.steps(model, adamw(model), range(2))
 
 
-def test_iteration_state_may_be_reset_before_there_is_any(world2: World) -> None:
-    assert_same(world2, reset_before_the_first_forward)
-
-
-def reset_drops_what_was_accumulated(side: Side) -> None:
+@same_as_plain(2)
+def test_a_reset_drops_unsynchronised_gradients(side: Side) -> None:
     """As the peer documents: unsynchronised gradients of the iteration are discarded."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -494,10 +464,6 @@ def reset_drops_what_was_accumulated(side: Side) -> None:
         model.set_requires_gradient_sync(True)
         model.reset_iter_state()
     side.steps(model, optimizer, range(2))
-
-
-def test_a_reset_drops_unsynchronised_gradients(world2: World) -> None:
-    assert_same(world2, reset_drops_what_was_accumulated)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -585,7 +551,19 @@ def test_a_custom_collective_stays_where_memory_of_the_group_is_asked_for(
     assert_says(text, "set_allocate_memory_from_process_group_for_comm", setter)
 
 
-def custom_after_memory(side: Side, setter: str, comm: type[Comm], ends: bool) -> None:
+def memory_of_any_group(pg: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+@same_as_plain(2)
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    ("setter", "comm"),
+    [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)],
+)
+def test_a_custom_collective_takes_the_place_of_memory_of_the_group(
+    side: Side, setter: str, comm: type[Comm], ends: bool
+) -> None:
     """Of a back end that has an allocator; ``ends``: its memory is let go of afterwards."""
     model: Any = side.shard_tower(built(even_tower))
     custom = comm(returns_work=True)
@@ -603,21 +581,6 @@ def custom_after_memory(side: Side, setter: str, comm: type[Comm], ends: bool) -
     else:
         side.step(model, adamw(model), 0)
     side.note_parameters(model)
-
-
-def memory_of_any_group(pg: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize(
-    ("setter", "comm"),
-    [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)],
-)
-def test_a_custom_collective_takes_the_place_of_memory_of_the_group(
-    world2: World, setter: str, comm: Any, ends: bool
-) -> None:
-    assert_same(world2, custom_after_memory, setter, comm, ends)
 
 
 def error_of(act: Callable[[nn.Module], None]) -> str:

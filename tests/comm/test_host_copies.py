@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from simulated_device import Device, Event, Stream, install, streams_on_the_host
 
 from shardwise.buckets.bucket import Bucket
@@ -165,7 +164,9 @@ def offloaded() -> Iterator[Device]:
         yield simulated
 
 
-def train_offloaded(side: Side, reshard: bool) -> None:
+@same_as_plain(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_shards_that_are_copied_in_train(side: Side, reshard: bool) -> None:
     model = built(even_tower)
     if not side.is_sharded:
         side.steps(model, adamw(model), range(3))
@@ -175,12 +176,6 @@ def train_offloaded(side: Side, reshard: bool) -> None:
         side.shard_tower(model, reshard_after_forward=reshard)
         side.steps(model, adamw(model), range(3))
         side.note_parameters(model)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_shards_that_are_copied_in_train(world: World, reshard: bool) -> None:
-    assert_same(world, train_offloaded, reshard)
 
 
 def waits_of_the_host(acts: str) -> list[str]:

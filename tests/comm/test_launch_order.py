@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from models import random_batch
+from models import built, random_batch, shard_tower
 from simulated_device import streams_on_the_host
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import CommPolicy, fully_shard
+from shardwise import CommPolicy
 from shardwise.comm.communicators import GlooExchange
 
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)
@@ -130,14 +130,11 @@ def launches_of(
     routing: Routing, shape: tuple[int, ...], policy: CommPolicy, as_on_a_device: bool
 ) -> tuple[list[str], list[str]]:
     """Those of the first step, and of two later ones, the first without synchronisation."""
-    torch.manual_seed(0)
-    model: Any = Routed().double()
+    model = built(Routed, seed=0)
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     with streams_on_the_host() if as_on_a_device else nullcontext():
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, comm_policy=policy)
-        fully_shard(model, mesh=mesh, comm_policy=policy)
+        shard_tower(model, mesh=mesh, comm_policy=policy)
         model.set_separate_reduce_scatter_group(True)
         routing(model, dist.get_rank())
         steps = []

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, uneven_tower
+from models import built, even_tower, uneven_tower
 from reference import adamw
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor
 
 from shardwise import fully_shard
@@ -106,7 +105,10 @@ def take_steps(side: Side, model: Any, make: Any) -> None:
     side.note_parameters(model)
 
 
-def train_in_symmetric_memory(side: Side, make: Any) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("make", [even_tower, uneven_tower])
+def test_groups_all_gather_in_place_in_symmetric_memory(side: Side, make: Any) -> None:
     model = built(make)
     if not side.is_sharded:
         take_steps(side, model, make)
@@ -117,13 +119,6 @@ def train_in_symmetric_memory(side: Side, make: Any) -> None:
             use_symmetric_memory(module, "set_symm_mem_for_comm")
         take_steps(side, model, make)
     assert set(found) == {"in place"}, found
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("make", [even_tower, uneven_tower])
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_groups_all_gather_in_place_in_symmetric_memory(world: World, make: Any) -> None:
-    assert_same(world, train_in_symmetric_memory, make)
 
 
 def calls_of_first_steps() -> list[str]:
@@ -189,7 +184,9 @@ that. Call this before anything else allocates symmetric memory.""",
     )
 
 
-def train_in_memory_of_the_group(side: Side, make: Any) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("make", [even_tower, uneven_tower])
+def test_groups_all_gather_in_place_in_memory_of_the_process_group(side: Side, make: Any) -> None:
     model = built(make)
     if not side.is_sharded:
         take_steps(side, model, make)
@@ -212,8 +209,3 @@ def train_in_memory_of_the_group(side: Side, make: Any) -> None:
             module.set_allocate_memory_from_process_group_for_comm(True)
         take_steps(side, model, make)
     assert set(found) == {"in place"}, found
-
-
-@pytest.mark.parametrize("make", [even_tower, uneven_tower])
-def test_groups_all_gather_in_place_in_memory_of_the_process_group(world2: World, make: Any) -> None:
-    assert_same(world2, train_in_memory_of_the_group, make)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from failure_models import built
 from harness import World
-from models import OddModel, even_tower, random_batch, uneven_tower
+from models import OddModel, built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import one_thread

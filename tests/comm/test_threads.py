@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import language_model, next_token_loss, token_batch, uneven_batch, uneven_tower
-from reference import Recipe, assert_same_record, built, plain_run, shard, train
+from reference import Recipe, assert_same_record, plain_run, shard, train
 from thread_ranks import ThreadRanks
 
 RECIPES = {
@@ -32,7 +32,7 @@ class RanksAsThreads(ThreadRanks):
         recipe = RECIPES[name]
         with _building:  # the threads share one generator of random numbers
             expected = plain_run(recipe)
-            model = built(recipe)
+            model = recipe.model()
         record = train(shard(model, recipe), recipe, dist.get_rank(), dist.get_world_size())
         mean = torch.tensor(record.losses, dtype=torch.float64)
         dist.all_reduce(mean)

@@ -81,7 +81,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     return sizes, own, [e for e in events if e.startswith(("reduce", "sum"))]
 
 
-def test_f54_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: World) -> None:
+def test_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: World) -> None:
     for sizes, own, events in world2.run(sums_over_replicas):
         assert sizes == own[::-1]
         # The sum of a group over replicas travels while the group after it goes over the shards.
@@ -177,7 +177,7 @@ def outputs_alive() -> int:
     return most
 
 
-def test_f54_memory_of_reductions_does_not_pile_up_over_layers(world2: World) -> None:
+def test_memory_of_reductions_does_not_pile_up_over_layers(world2: World) -> None:
     assert max(world2.run(outputs_alive)) <= 3 < DEPTH
 
 

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from dynamo import forget_graphs
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -23,8 +23,7 @@ def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
 
 def train_compiled(how: str) -> int:
     forget_graphs()
-    torch.manual_seed(0)
-    plain = Tower().double()
+    plain = built(Tower, seed=0)
     model = copy.deepcopy(plain)
     counter = CompileCounterWithBackend("aot_eager")
     compile_options = {"backend": counter, "fullgraph": True}

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 from dynamo import forget_graphs
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch
 from reference import full, mean_of_squares
 from test_compile_model import part
 from torch import Tensor, nn
@@ -153,8 +153,7 @@ def test_it_is_so_with_inductor(world2: World, how: str) -> None:
 
 
 def random_tower() -> Tower:
-    torch.manual_seed(0)
-    model = Tower().double()
+    model = built(Tower, seed=0)
     for block in model.blocks:
         block.norm = nn.Sequential(block.norm, nn.Dropout(0.5))
     return model

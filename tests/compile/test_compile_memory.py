@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 from compile import log_of_step
 from harness import World
-from models import Tower, random_batch
+from models import Tower, random_batch, shard_tower
 from reference import mean_of_squares
-from test_compile_model import HOWS, compiled, num_graphs, shard_blocks
+from test_compile_model import HOWS, compiled, num_graphs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,7 +43,7 @@ class Step:
 
     def __init__(self, how: str, backend: str, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = shard_blocks(Tower(WIDTH, HIDDEN, DEPTH), **options)
+        self.model = shard_tower(Tower(WIDTH, HIDDEN, DEPTH), **options)
         self.run = compiled(self.model, how, backend)
         self.inputs = random_batch(0, 2, WIDTH, torch.float32)
         for _ in range(2):

@@ -20,7 +20,17 @@ from events import observe
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from harness import World
-from models import LanguageModel, OddModel, Tower, next_token_loss, random_batch, token_batch, uneven_tower
+from models import (
+    LanguageModel,
+    OddModel,
+    Tower,
+    built,
+    next_token_loss,
+    random_batch,
+    shard_tower,
+    token_batch,
+    uneven_tower,
+)
 from reference import adamw, full, mean_of_squares
 from scenario import Side, assert_same
 from tensor_parallel import PLANS, Stack
@@ -47,12 +57,6 @@ def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: 
 
 def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
-
-
-def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -230,12 +234,11 @@ def two_dim_mesh() -> DeviceMesh:
 
 def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, list[str], list[str]]:
     mesh = two_dim_mesh()
-    torch.manual_seed(0)
-    plain = Stack(width, hidden).double()
+    plain = built(Stack, width, hidden, seed=0)
     models = [copy.deepcopy(plain), copy.deepcopy(plain)]
     for model in models:
         PLANS[plan](model, mesh["tp"])
-        shard_blocks(model, mesh=mesh["dp"])
+        shard_tower(model, mesh=mesh["dp"])
     inputs = random_batch(0, 8, width)
     own = inputs.chunk(2)[mesh.get_local_rank("dp")]
     run = compiled(models[0], how)
@@ -299,7 +302,7 @@ class Graphs:
 def graphs_of(
     how: str, build: Callable[[], nn.Module] = Tower, width: int = 8, **options: Any
 ) -> tuple[str, int]:
-    model = shard_blocks(build(), **options)
+    model = shard_tower(build(), **options)
     graphs = Graphs()
     backward(compiled(model, how, graphs.backend), random_batch(0, 2, width, torch.float32))
     return "\n".join(graphs.lines), graphs.saved_bytes
@@ -362,9 +365,8 @@ def test_unsharded_weights_are_not_kept_for_backward_unless_asked_for(world2: Wo
 
 def graphs_by_event(how: str) -> list[tuple[str, int, list[str]]]:
     """How many graphs there are after each of the events in a model's life, and which gradients are wrong."""
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, how)
     inputs = random_batch(0, 8)
     found: list[tuple[str, int, list[str]]] = []
@@ -415,9 +417,8 @@ def test_a_graph_is_compiled_again_only_where_gradients_are_switched(world2: Wor
 
 
 def run_with_sizes(dynamic: bool | None) -> tuple[int, list[str]]:
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, "function", dynamic=dynamic)
     for size in (8, 6, 4, 12):
         backward(plain, random_batch(0, size))
@@ -462,7 +463,7 @@ def with_differing_ranks(model: nn.Module, run: Callable[..., Any], inputs: Tens
 
 
 def refusal(act: Callable[..., None], compiled_before: bool) -> str:
-    model = shard_blocks(Tower().double())
+    model = shard_tower(Tower().double())
     run = compiled(model, "function")
     inputs = part(random_batch(0, 4))
     if compiled_before:
@@ -487,24 +488,22 @@ def test_what_a_graph_cannot_do_is_refused(world2: World, compiled_before: bool)
     assert_expected_inline(
         "\n\n".join(told),
         """\
-Unsupported: Tower: gradients are to stay unreduced (no_sync), but a graph reduces those of its
-backward. Leave synchronisation on: reduced gradients add up to the same. Or compile the sharded
-modules one by one (module.compile()), not the one around them: their hooks are then outside of
-their graphs, and do all that they do in eager runs.
+Unsupported: Tower: gradients are to stay unreduced (no_sync). The graph of a whole model does not
+do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.
 
-Unsupported: Tower: gradients of earlier backwards wait to be reduced together with these, which a
-graph does not know of. Run the last of these steps uncompiled. Or compile the sharded modules one
-by one (module.compile()), not the one around them: their hooks are then outside of their graphs,
-and do all that they do in eager runs.
-
-Unsupported: Tower: inference() keeps parameters unsharded, but a graph unshards by itself. Leave
-the context. Or compile the sharded modules one by one (module.compile()), not the one around them:
-their hooks are then outside of their graphs, and do all that they do in eager runs.
-
-Unsupported: Tower: ranks were said to differ in what they use, but a graph communicates in what it
-uses only. Let all ranks use all modules. Or compile the sharded modules one by one
+Unsupported: Tower: gradients of earlier backwards wait to be reduced together with these. The graph
+of a whole model does not do that. Leave it out, or compile the sharded modules one by one
 (module.compile()), not the one around them: their hooks are then outside of their graphs, and do
-all that they do in eager runs.""",
+all that they do in eager runs.
+
+Unsupported: Tower: parameters stay unsharded inside inference(). The graph of a whole model does
+not do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.
+
+Unsupported: Tower: ranks were said to differ in what they use. The graph of a whole model does not
+do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.""",
     )
 
 
@@ -520,9 +519,8 @@ itself. Leave the context, or call reshard(), before the first compiled forward.
 
 
 def accumulate_quietly(how: str) -> list[str]:
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, how, fullgraph=False)
     for quiet, seed in ((True, 0), (True, 1), (False, 2), (False, 3)):
         inputs = random_batch(seed, 8)
@@ -538,9 +536,8 @@ def test_without_fullgraph_what_a_graph_cannot_do_is_done_by_the_hooks(world2: W
 
 
 def with_compiled_autograd(how: str) -> str | list[str]:
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, how)
     inputs = random_batch(0, 8)
     backward(plain, inputs)
@@ -571,9 +568,8 @@ model(x))), not the model: its hooks are then in the graph, and none are left fo
 
 def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]:
     """What happens in a third step, eager and with compiled blocks; graphs; wrong gradients."""
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     forget_graphs()
     inputs = random_batch(0, 8)
     events: list[list[str]] = []
@@ -658,7 +654,7 @@ def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
                 found[name].add(str(node.args[-1]))
         return make_boxed_func(graph.forward)
 
-    model: Any = shard_blocks(Tower())
+    model: Any = shard_tower(Tower())
     model.set_separate_reduce_scatter_group(True)
     run = compiled(model, how, aot_autograd(fw_compiler=look, bw_compiler=look))
     for each in (run, model, run):

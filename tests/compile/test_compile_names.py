@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from comparing import assert_equal
 from dynamo import forget_graphs
 from events import events_of
 from harness import World
@@ -110,23 +111,6 @@ def adamw(model: nn.Module, is_flat: bool = False) -> Any:
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     state, optimizer_state = shardwise.full_state_dict(model, optimizer, rank0_only=False)
     return {"model": state, **optimizer_state}
-
-
-def assert_equal(got: Any, want: Any) -> None:
-    """Bit for bit, names included."""
-    if isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_equal(got[key], want[key])
-    elif isinstance(want, (list, tuple)):
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            assert_equal(one, other)
-    elif isinstance(want, Tensor):
-        assert isinstance(got, Tensor)
-        assert torch.equal(got, want)
-    else:
-        assert got == want
 
 
 # --- the numbers ----------------------------------------------------------------------------------

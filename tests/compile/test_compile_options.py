@@ -8,9 +8,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower, random_batch
+from models import Tower, random_batch, shard_tower
 from scenario import assert_same
-from test_compile_model import backward, compiled, hybrid_mesh, part, shard_blocks, train
+from test_compile_model import backward, compiled, hybrid_mesh, part, train
 from torch._inductor.utils import run_and_get_code
 
 import shardwise
@@ -37,7 +37,7 @@ def words(code: str) -> str:
 
 
 def generated(options: dict[str, Any]) -> list[str]:
-    model = shard_blocks(Tower())
+    model = shard_tower(Tower())
     run = compiled(model, "function", "inductor", options=options)
     _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
     return [words(code) for code in codes]
@@ -134,7 +134,7 @@ def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
 
 
 def generated_for_replicas() -> list[str]:
-    model = shard_blocks(Tower(), mesh=hybrid_mesh())
+    model = shard_tower(Tower(), mesh=hybrid_mesh())
     run = compiled(model, "function", "inductor", options=shardwise.compile_options())
     _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
     return [words(code) for code in codes]

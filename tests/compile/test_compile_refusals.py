@@ -18,10 +18,10 @@ from custom_comms import AllGather, ReduceScatter
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch, shard_tower
 from tensor_subclasses import Stack as StackOfSubclasses
 from tensor_subclasses import TravelsLow
-from test_compile_model import backward, compiled, num_graphs, part, shard_blocks
+from test_compile_model import backward, compiled, num_graphs, part
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -41,53 +41,53 @@ def tower() -> nn.Module:
 
 
 def with_custom_all_gather() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_custom_all_gather(AllGather(returns_work=True))
     return model
 
 
 def with_custom_reduction() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_custom_reduce_scatter(ReduceScatter(returns_work=True))
     return model
 
 
 def with_comm_hook() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     register_comm_hook(model, None, LowPrecisionReduction())
     return model
 
 
 def with_quantized_all_gather() -> nn.Module:
-    return shard_blocks(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
+    return shard_tower(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
 
 
 def with_all_reduce_hook() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].set_all_reduce_hook(lambda gradient: None)
     return model
 
 
 def with_extension() -> nn.Module:
     torch.manual_seed(0)
-    return shard_blocks(StackOfSubclasses(TravelsLow, 8, True))
+    return shard_tower(StackOfSubclasses(TravelsLow, 8, True))
 
 
 def with_hook_on_original() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def with_post_hook_on_original() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def with_gradients_in_low_precision() -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    return shard_blocks(tower(), mp_policy=policy)
+    return shard_tower(tower(), mp_policy=policy)
 
 
 class Own(nn.Parameter):
@@ -97,7 +97,7 @@ class Own(nn.Parameter):
 def with_class_of_its_own() -> nn.Module:
     model = tower()
     model.blocks[0].up.weight = Own(model.blocks[0].up.weight.detach())
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 class OnMesh(nn.Module):
@@ -120,7 +120,7 @@ def on_the_whole_mesh() -> nn.Module:
 
 
 def partly_loaded() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     mark_partly_loaded(model, "the disk was full.")
     return model
 
@@ -134,7 +134,7 @@ def openly_tied() -> nn.Module:
 
 
 def with_added_parameter() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.blocks[1].scale = nn.Parameter(torch.ones(2))
     return model
 
@@ -142,15 +142,15 @@ def with_added_parameter() -> nn.Module:
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         model = Tower()
-    return shard_blocks(model)
+    return shard_tower(model)
 
 
 def kept_by_pairs() -> nn.Module:
-    return shard_blocks(tower(), reshard_after_forward=2)
+    return shard_tower(tower(), reshard_after_forward=2)
 
 
 def with_an_event_of_the_optimizer() -> nn.Module:
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     model.set_post_optim_event(torch.Event("cpu"))
     return model
 
@@ -159,7 +159,7 @@ def with_sums_in_a_dtype_of_their_own() -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32
     )
-    return shard_blocks(tower(), mp_policy=policy)
+    return shard_tower(tower(), mp_policy=policy)
 
 
 DONE_WITHOUT_A_GRAPH = [
@@ -185,16 +185,17 @@ def batch_for(model: nn.Module) -> Tensor:
 
 
 def refusal(build: Callable[[], nn.Module]) -> str:
-    """What is said under `fullgraph=True`, without its last sentence if that is the common one."""
+    """What is said under `fullgraph=True`, without its last sentences if those are the common ones."""
     model = build()
     try:
         backward(compiled(model, "function"), batch_for(model))
     except torch._dynamo.exc.Unsupported as error:
         said = next(line for line in str(error).split("\n") if "Message: " in line).partition("Message: ")[2]
         return said.replace(
-            " Or compile the sharded modules one by one (module.compile()), not the one around them: their hooks "
-            "are then outside of their graphs, and do all that they do in eager runs.",
-            " Or ...",
+            " The graph of a whole model does not do that. Leave it out, or compile the sharded modules one by one "
+            "(module.compile()), not the one around them: their hooks are then outside of their graphs, and do all "
+            "that they do in eager runs.",
+            "",
         )
     return "accepted"
 
@@ -216,50 +217,41 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
         """\
 with_custom_all_gather: blocks.1: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
 with_custom_reduction: blocks.1: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
 with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator), but graphs
-have those of the back end. Leave them away. Or ...
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
 with_quantized_all_gather: Tower: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
-with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called, but
-a graph reduces without asking. Do without it. Or ...
+with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
 
-with_extension: blocks.0: its parameters say themselves what is all-gathered of them, outside of
-graphs. Use plain ones. Or ...
+with_extension: blocks.0: its parameters say themselves what is all-gathered of them.
 
-with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is inside
-of the graph. Register them after fully_shard, for the reduced one. Or ...
+with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
 
-with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is
-inside of the graph. Register them after fully_shard, for the reduced one. Or ...
+with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
 
-with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16, but
-autograd puts those of a graph in the dtype of the parameter. Leave out keep_low_precision_grads. Or
-...
+with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
+(keep_low_precision_grads).
 
-with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, but an unsharded
-parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
+with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
 
-on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
-over data-parallel ranks in a graph, before it is summed over them. Distribute it over the other
-dimensions, and pass fully_shard those to shard over. Or ...
+on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
+summed twice.
 
 with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
-(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave
-accumulate_dtype out. Or ...
+(accumulate_dtype).
 
-with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph unshards
-without waiting for it. Let the computing stream wait for the event instead:
-torch.accelerator.current_stream().wait_event(event). Or ...""",
+with_an_event_of_the_optimizer: Tower: all-gathers wait for the event of set_post_optim_event().""",
     )
 
 
@@ -267,9 +259,7 @@ torch.accelerator.current_stream().wait_event(event). Or ...""",
 def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
     assert_expected_inline(
         told(world4, [kept_by_pairs]),
-        """\
-kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters together among so many ranks until
-backward, but a graph unshards them again from all. Use True or False. Or ...""",
+        """kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
     )
 
 
@@ -278,8 +268,8 @@ def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(worl
     assert_expected_inline(
         told(world2, NEVER_DONE),
         """\
-partly_loaded: Tower: the model is partly loaded, for a load failed half-way (the disk was full).
-Load a complete checkpoint before the next forward.
+partly_loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
+full). Load a complete checkpoint before the next forward.
 
 openly_tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
 sharded module contains both, to own the parameter. Call fully_shard on the module around both,
@@ -354,7 +344,7 @@ def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled(world2: W
 def replaced() -> tuple[str, bool, list[bool]]:
     """What is said where a parameter was replaced under a graph; whether it stays; and, with breaks, whether
     outputs are those of an eager run."""
-    model = shard_blocks(tower())
+    model = shard_tower(tower())
     inputs = batch_for(model)
     found = []
     said = "accepted"
@@ -389,9 +379,8 @@ def test_a_parameter_that_was_replaced_is_used_or_refused_and_never_put_back(wor
 def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     """Gradients that differ from those of a plain model after backwards with a graph (g) and eager (e), and
     by how much the norm does that clipping finds."""
-    torch.manual_seed(0)
-    plain = Tower().double()
-    model = shard_blocks(copy.deepcopy(plain))
+    plain = built(Tower, seed=0)
+    model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, "function")
     for _ in range(2):
         plain.zero_grad()

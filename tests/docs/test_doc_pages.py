@@ -53,6 +53,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_the_tests_that_failures_names_exist() -> None:
+    there = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "explain" / "failures.md").read_text()))
+    assert len(named) > 60
+    assert named - there == set()
+
+
 def test_shell_blocks_parse() -> None:
     for page in PAGES:
         for block in blocks(page, "bash"):

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
-from meshed import assert_all_same, refusal
-from models import Tower, random_batch
-from reference import mean_of_squares
+from meshed import refusal
+from models import Tower, built, shard_tower
 from refusals import wrapped
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from towers import backward
 
 from shardwise import fully_shard
 
@@ -29,15 +30,8 @@ class Adapter(nn.Module):
 
 
 def sharded_tower() -> Any:
-    torch.manual_seed(0)
-    model = Tower().double()
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def step(model: nn.Module) -> None:
-    mean_of_squares(model, random_batch(0, 4)).backward()
+    model = built(Tower, seed=0)
+    return shard_tower(model)
 
 
 def beside_all(model: Any) -> None:
@@ -58,13 +52,13 @@ def in_a_container(model: Any) -> None:
 
 def where_nothing_stood(model: Any) -> None:
     model.blocks[1].norm.register_parameter("shift", None)
-    step(model)
+    backward(model)
     model.blocks[1].norm.shift = nn.Parameter(torch.zeros(()))
 
 
 def frozen_and_then_trained(model: Any) -> None:
     model.blocks[1].adapter = Adapter(nn.Identity(), is_trained=False)
-    step(model)
+    backward(model)
     model.blocks[1].adapter.requires_grad_(True)
 
 
@@ -83,10 +77,10 @@ def refusals(puts: list[Any], has_run: bool) -> list[str]:
     for put in puts:
         model = sharded_tower()
         if has_run:
-            step(model)
+            backward(model)
         put(model)
-        found.append(refusal(step, model))
-        assert refusal(step, model) == found[-1]
+        found.append(refusal(backward, model))
+        assert refusal(backward, model) == found[-1]
     return found
 
 
@@ -109,11 +103,10 @@ or freeze what is not to be trained.""",
 
 def harmless_additions(is_sharded: bool) -> dict[str, Tensor]:
     """What may join: modules without parameters, frozen ones, and an adapter that is sharded itself."""
-    torch.manual_seed(0)
-    model: Any = Tower().double()
+    model = built(Tower, seed=0)
     if is_sharded:
         model = sharded_tower()
-        step(model)
+        backward(model)
         model.zero_grad()
     model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Dropout(0.0))
     torch.manual_seed(1)
@@ -121,7 +114,7 @@ def harmless_additions(is_sharded: bool) -> dict[str, Tensor]:
     model.blocks[2].up = Adapter(model.blocks[2].up)
     if is_sharded:
         fully_shard(model.blocks[2].up.down)
-    step(model)
+    backward(model)
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 

@@ -7,11 +7,10 @@ Scripts run plainly and sharded (scenario.py) in float64.
 from typing import Any
 
 import torch
-from failure_models import Chain, built
-from harness import World
-from models import WIDTH
+from failure_models import Chain
+from models import WIDTH, built
 from reference import adamw
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,13 +46,10 @@ class Calls(Chain):
         return self.outlet(x)
 
 
-def training(side: Side) -> None:
+@same_as_plain(2)
+def test_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(side: Side) -> None:
     for order, mixed in (((0, 1, 1, 2, 0), False), ((0, 1, 2), True), ((0, 0), True)):
         model = side.shard_tower(
             built(Calls, order, mixed), comm_policy=CommPolicy(backward_prefetch="after")
         )
         side.steps(model, adamw(model), range(3))
-
-
-def test_f01_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(world2: World) -> None:
-    assert_same(world2, training)

@@ -3,7 +3,8 @@
 import copy
 import io
 import pickle
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,29 @@ import torch
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
-from refusals import SHARDED, Calling, assert_says, refusal, refusals, sharded_tower, tower
+from refusals import SHARDED, assert_refused, assert_says, refusal, refusals, refused, sharded_tower, tower
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, register_fsdp_forward_method
 
-# --- what is called on a sharded module -----------------------------------------------------------
+sharded = partial(refused, build=sharded_tower, **SHARDED)
 
+
+def calling(method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda model: getattr(model, method)(*args, **kwargs)
+
+
+def prefetching(direction: str, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`blocks.0` is told what to unshard ahead."""
+    return lambda model: getattr(model.blocks[0], f"set_modules_to_{direction}_prefetch")(choose(model))
+
+
+def registering(name: Any, on: str = "") -> Callable[[Any], Any]:
+    return lambda model: register_fsdp_forward_method(model.get_submodule(on), name)
+
+
+# --- flags and factors ----------------------------------------------------------------------------
 
 FLAGS = [
     "set_requires_gradient_sync",
@@ -26,106 +42,113 @@ FLAGS = [
     "set_reshard_after_backward",
     "set_is_last_backward",
 ]
+NO_BOOLS = [("no", "'no', a str"), (0, "0, an int"), (None, "None"), (torch.tensor(True), "a Tensor")]
+RECURSING = {
+    "set_requires_gradient_sync": True,
+    "set_reshard_after_forward": True,
+    "set_reshard_after_backward": True,
+    "set_gradient_divide_factor": 1.0,
+    "set_requires_all_reduce": True,
+    "set_reduce_scatter_unused_params": True,
+    "set_reduce_ignored_params": True,
+}
+NO_COPY = ("NotImplementedError", "Use copy.deepcopy", "state_dict()")
+
+REFUSED = {
+    **{
+        f"{flag}={told}": sharded(
+            calling(flag, value), f"TypeError: {flag}: ", f"is {told}; pass True or False"
+        )
+        for flag in FLAGS
+        for value, told in NO_BOOLS
+    },
+    "unshard, async_op": sharded(
+        calling("unshard", async_op="no"), "TypeError", "async_op", "'no'", "True or False"
+    ),
+    **{
+        f"{setter}, recurse": sharded(
+            calling(setter, value, recurse="no"), "TypeError", "recurse", "'no'", "True or False"
+        )
+        for setter, value in RECURSING.items()
+    },
+    **{
+        f"factor {factor!r}": sharded(
+            calling("set_gradient_divide_factor", factor),
+            "Error: set_gradient_divide_factor: ",
+            *(repr(factor), "a number above 0"),
+        )
+        for factor in ("2", 0.0, -1, True, None, float("nan"), float("inf"))
+    },
+    "factor 0": sharded(
+        calling("set_gradient_divide_factor", 0),
+        "ValueError: set_gradient_divide_factor: factor is 0; pass a number above 0: the number of ranks "
+        "averages, 1.0 sums.",
+    ),
+    # --- what is unsharded ahead
+    **{
+        f"{direction} prefetch of {other!r}": sharded(
+            prefetching(direction, lambda _, other=other: other),
+            f"TypeError: set_modules_to_{direction}_prefetch: ",
+            *("None" if other is None else type(other).__name__, "pass a list of sharded modules"),
+        )
+        for direction in ("forward", "backward")
+        for other in (None, "blocks.1", 3, {"blocks.1": None})
+    },
+    **{
+        f"{direction} prefetch of a module alone": sharded(
+            prefetching(direction, lambda model: model.blocks[1]),
+            *("TypeError", direction, "Block", "pass a list of sharded modules"),
+        )
+        for direction in ("forward", "backward")
+    },
+    **{
+        f"{direction} prefetch of what is not sharded": sharded(
+            prefetching(direction, lambda model: [model.blocks[1], model.blocks[1].up]),
+            f"set_modules_to_{direction}_prefetch: ",
+            *("[1]", "Linear", "not sharded", "Call fully_shard on it first"),
+        )
+        for direction in ("forward", "backward")
+    },
+    # --- methods that stand for forward
+    **{
+        f"method {name!r} of a {owner}": sharded(
+            registering(name, on),
+            "ValueError: register_fsdp_forward_method: ",
+            *(owner, f"no method '{name}'"),
+        )
+        for name in ("generate", "training", "")
+        for on, owner in (("", "Tower"), ("inlet", "Linear"))
+    },
+    **{
+        f"method {told}": sharded(
+            registering(name), f"TypeError: register_fsdp_forward_method: method_name is {told}"
+        )
+        for name, told in ((3, "3, an int"), (None, "None"), (Tower.forward, "a function"))
+    },
+    "method of a generator": sharded(
+        lambda model: register_fsdp_forward_method(model.parameters(), "forward"),
+        "TypeError: register_fsdp_forward_method: module is a generator; pass an nn.Module.",
+    ),
+    "method of a class": sharded(
+        lambda model: register_fsdp_forward_method(Tower, "forward"),
+        "TypeError: register_fsdp_forward_method: module is the class Tower; pass an nn.Module.",
+    ),
+    # --- copies that are none
+    "copy.copy": sharded(copy.copy, *NO_COPY, "Tower"),
+    "pickle": sharded(pickle.dumps, *NO_COPY, "Tower"),
+    "pickle of a block": sharded(
+        lambda model: pickle.dumps({"block": model.blocks[0]}), *NO_COPY, "blocks.0"
+    ),
+    "torch.save": sharded(lambda model: torch.save(model, io.BytesIO()), *NO_COPY, "Tower"),
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [("no", "'no', a str"), (0, "0, an int"), (None, "None"), (torch.tensor(True), "a Tensor")],
-    ids=["text", "number", "None", "tensor"],
-)
-@pytest.mark.parametrize("setter", FLAGS)
-def test_a_setter_refuses_what_is_not_a_bool(world1: World, setter: str, value: Any, told: str) -> None:
-    text = refusal(world1, Calling(setter, (value,)), build=sharded_tower, **SHARDED)
-    assert_says(text, f"TypeError: {setter}: ", f"is {told}; pass True or False")
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_and_says_what_would_do(world1: World, case: str) -> None:
+    assert_refused(world1, __name__, case)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        Calling("unshard", kwargs={"async_op": "no"}),
-        Calling("set_requires_gradient_sync", (True,), {"recurse": "no"}),
-        Calling("set_reshard_after_forward", (True,), {"recurse": "no"}),
-        Calling("set_reshard_after_backward", (True,), {"recurse": "no"}),
-        Calling("set_gradient_divide_factor", (1.0,), {"recurse": "no"}),
-        Calling("set_requires_all_reduce", (True,), {"recurse": "no"}),
-        Calling("set_reduce_scatter_unused_params", (True,), {"recurse": "no"}),
-        Calling("set_reduce_ignored_params", (True,), {"recurse": "no"}),
-    ],
-    ids=lambda call: call.method,
-)
-def test_the_other_flags_are_checked_as_well(world1: World, call: Calling) -> None:
-    text = refusal(world1, call, build=sharded_tower, **SHARDED)
-    assert_says(text, "TypeError", next(iter(call.kwargs)), "'no'", "True or False")
-
-
-@pytest.mark.parametrize("value", ["2", 0, 0.0, -1, True, None, float("nan"), float("inf")], ids=repr)
-def test_a_divide_factor_is_a_number_above_0(world1: World, value: Any) -> None:
-    call = Calling("set_gradient_divide_factor", (value,))
-    text = refusal(world1, call, build=sharded_tower, **SHARDED)
-    assert_says(text, "Error: set_gradient_divide_factor: ", repr(value), "a number above 0")
-
-
-def test_the_words_for_a_wrong_divide_factor(world2: World) -> None:
-    call = Calling("set_gradient_divide_factor", (0,))
-    assert_expected_inline(
-        refusals(world2, call, build=sharded_tower, **SHARDED),
-        """\
-ValueError: set_gradient_divide_factor: factor is 0; pass a number
-above 0: the number of ranks averages, 1.0 sums.""",
-    )
-
-
-@dataclass(frozen=True)
-class Prefetching:
-    """`blocks.0` is told what to unshard ahead: a list of the modules of these names, or something else."""
-
-    direction: str
-    names: tuple[str, ...] | None = None
-    other: Any = None
-
-    @property
-    def setter(self) -> str:
-        return f"set_modules_to_{self.direction}_prefetch"
-
-    def __call__(self, model: nn.Module) -> None:
-        chosen = self.other if self.names is None else [model.get_submodule(name) for name in self.names]
-        getattr(model.blocks[0], self.setter)(chosen)
-
-
-both_directions = pytest.mark.parametrize("direction", ["forward", "backward"])
-
-
-@both_directions
-@pytest.mark.parametrize("other", [None, "blocks.1", 3, {"blocks.1": None}], ids=repr)
-def test_what_is_no_list_cannot_be_prefetched(world1: World, direction: str, other: Any) -> None:
-    call = Prefetching(direction, other=other)
-    text = refusal(world1, call, build=sharded_tower, **SHARDED)
-    assert_says(text, f"TypeError: {call.setter}: ", type(other).__name__, "pass a list of sharded modules")
-
-
-@both_directions
-def test_a_module_of_its_own_cannot_be_prefetched(world1: World, direction: str) -> None:
-    text = refusal(world1, PrefetchingWithoutList(direction), build=sharded_tower, **SHARDED)
-    assert_says(text, "TypeError", direction, "Block", "pass a list of sharded modules")
-
-
-@dataclass(frozen=True)
-class PrefetchingWithoutList:
-    direction: str
-
-    def __call__(self, model: nn.Module) -> None:
-        getattr(model.blocks[0], f"set_modules_to_{self.direction}_prefetch")(model.blocks[1])
-
-
-@both_directions
-def test_an_unsharded_module_cannot_be_prefetched_and_is_pointed_out(world1: World, direction: str) -> None:
-    call = Prefetching(direction, names=("blocks.1", "blocks.1.up"))
-    text = refusal(world1, call, build=sharded_tower, **SHARDED)
-    assert_says(text, f"{call.setter}: ", "Linear", "not sharded", "Call fully_shard on it first")
-    assert "[1]" in text or "blocks.1.up" in text, f"which Linear? {text}"
-
-
-@both_directions
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_module_of_another_model_cannot_be_prefetched(world1: World, direction: str) -> None:
     """At the call, or at the latest when it would be prefetched, and in words."""
     for text in world1.run(prefetch_from_another_model, direction):
@@ -136,61 +159,14 @@ def test_a_module_of_another_model_cannot_be_prefetched(world1: World, direction
 def prefetch_from_another_model(direction: str) -> str:
     model, other = sharded_tower(), sharded_tower()
     try:
-        getattr(model.blocks[0], f"set_modules_to_{direction}_prefetch")([other.blocks[1]])
+        prefetching(direction, lambda _: [other.blocks[1]])(model)
         model(random_batch(0, 4)).sum().backward()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
-@dataclass(frozen=True)
-class Registering:
-    """`register_fsdp_forward_method` for the part of the model called `on`."""
-
-    name: Any
-    on: str = ""
-
-    def __call__(self, model: nn.Module) -> None:
-        register_fsdp_forward_method(model.get_submodule(self.on), self.name)
-
-
-def register_for_no_module(model: nn.Module) -> None:
-    register_fsdp_forward_method(model.parameters(), "forward")  # type: ignore[arg-type]
-
-
-def register_for_a_class(model: nn.Module) -> None:
-    register_fsdp_forward_method(Tower, "forward")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("on", ["", "inlet"])
-@pytest.mark.parametrize("name", ["generate", "training", ""])
-def test_only_a_method_can_be_registered_as_a_forward(world1: World, name: str, on: str) -> None:
-    text = refusal(world1, Registering(name, on), build=sharded_tower, **SHARDED)
-    owner = "Linear" if on else "Tower"
-    assert_says(text, "ValueError: register_fsdp_forward_method: ", owner, f"no method '{name}'")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [(3, "3, an int"), (None, "None"), (Tower.forward, "a function")],
-    ids=["int", "None", "function"],
-)
-def test_a_forward_method_is_registered_by_its_name(world1: World, name: Any, told: str) -> None:
-    text = refusal(world1, Registering(name), build=sharded_tower, **SHARDED)
-    assert_says(text, f"TypeError: register_fsdp_forward_method: method_name is {told}")
-
-
-def test_a_forward_method_is_registered_for_a_module(world1: World) -> None:
-    acts = [register_for_no_module, register_for_a_class]
-    assert_expected_inline(
-        refusals(world1, *acts, build=sharded_tower, **SHARDED),
-        """\
-TypeError: register_fsdp_forward_method: module is a generator; pass
-an nn.Module.
-
-TypeError: register_fsdp_forward_method: module is the class Tower;
-pass an nn.Module.""",
-    )
+# --- changes and copies ---------------------------------------------------------------------------
 
 
 def change_an_unsharded_weight(model: nn.Module) -> None:
@@ -202,7 +178,7 @@ def change_an_unsharded_weight(model: nn.Module) -> None:
         model.reshard()
 
 
-def test_f03_a_change_of_an_unsharded_weight_that_would_be_lost_is_refused(world2: World) -> None:
+def test_a_change_of_an_unsharded_weight_that_would_be_lost_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusals(world2, change_an_unsharded_weight, build=sharded_tower, **SHARDED),
         """\
@@ -211,31 +187,6 @@ RuntimeError: inlet.weight: changed in place while unsharded (group
 freed, so the change would be lost. Change the sharded parameter
 outside of forward, under torch.no_grad().""",
     )
-
-
-def copy_shallowly(model: nn.Module) -> None:
-    copy.copy(model)
-
-
-def pickle_it(model: nn.Module) -> None:
-    pickle.dumps(model)
-
-
-def pickle_a_block_of_it(model: nn.Module) -> None:
-    pickle.dumps({"block": model.blocks[0]})
-
-
-def save_it_whole(model: nn.Module) -> None:
-    torch.save(model, io.BytesIO())
-
-
-@pytest.mark.parametrize("act", [copy_shallowly, pickle_it, pickle_a_block_of_it, save_it_whole])
-def test_f34_a_sharded_model_is_neither_pickled_nor_copied_shallowly_and_says_so(
-    world1: World, act: Any
-) -> None:
-    text = refusal(world1, act, build=sharded_tower, **SHARDED)
-    assert_says(text, "NotImplementedError", "blocks.0" if act is pickle_a_block_of_it else "Tower")
-    assert_says(text, "Use copy.deepcopy", "state_dict()")
 
 
 def tower_with_blocks_in_a_list() -> nn.Module:
@@ -259,7 +210,7 @@ def unshard_and_copy_one_of_a_list(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("act", [copy_one_of_a_list, unshard_and_copy_one_of_a_list])
-def test_f34_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
+def test_a_group_is_not_copied_in_part(world2: World, act: Any) -> None:
     text = refusal(world2, act, build=tower_with_blocks_in_a_list, **SHARDED)
     assert_says(
         text, "RuntimeError: copy.deepcopy", "belongs to a group", "Copy the module around all of them"

@@ -1,4 +1,4 @@
-"""FAILURES.md, F18: a block changes what it was given.
+"""A block changes what it was given.
 
 What it puts into a list, a dict or a cache, and what it changes in place, are outputs of that call, also
 where it returns something else. Scripts run plainly and sharded (scenario.py) in float64.
@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import WIDTH, Block
+from models import WIDTH, Block, built
 from reference import adamw
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 from shardwise import fully_shard
@@ -103,20 +102,17 @@ HOWS = (
 )
 
 
-def training(side: Side, hows: tuple[str, ...], options: Any) -> None:
-    for how in hows:
-        model = side.shard_tower(built(Changing, how), **options)
+@same_as_plain(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_what_a_block_adds_to_its_input_has_a_gradient(side: Side, reshard: bool | None) -> None:
+    for how in HOWS:
+        model = side.shard_tower(built(Changing, how), reshard_after_forward=reshard)
         side.steps(model, adamw(model), range(2))
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f18_what_a_block_adds_to_its_input_has_a_gradient(world: World, reshard: bool | None) -> None:
-    assert_same(world, training, HOWS, {"reshard_after_forward": reshard})
-
-
-def loss_on_the_list_alone(side: Side) -> None:
+@same_as_plain(2)
+def test_a_loss_may_use_nothing_but_what_the_list_has(side: Side) -> None:
     """Of the outputs, the loss uses only what the caller's list has."""
     model = side.shard_tower(built(Changing, "list_of_others"), reshard_after_forward=True)
     for step in range(2):
@@ -125,10 +121,6 @@ def loss_on_the_list_alone(side: Side) -> None:
         kept[0].pow(2).mean().backward()
         side.note("gradient", model.blocks[1].side.weight.grad)
         side.assert_settled(model)
-
-
-def test_f18_a_loss_may_use_nothing_but_what_the_list_has(world2: World) -> None:
-    assert_same(world2, loss_on_the_list_alone)
 
 
 class AppendsWeight(nn.Module):
@@ -154,7 +146,7 @@ def append_weight() -> list[str]:
     return messages
 
 
-def test_f18_a_parameter_put_into_the_callers_list_is_refused(world2: World) -> None:
+def test_a_parameter_put_into_the_callers_list_is_refused(world2: World) -> None:
     (with_graph, without), _ = world2.run(append_weight)
     assert with_graph == without
     assert_expected_inline(

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import even_tower, random_batch
 from refusals import assert_says
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import nn
 
 from shardwise import fully_shard
@@ -38,7 +38,8 @@ def test_a_backward_of_parameters_that_were_made_anew_is_refused(world2: World) 
         assert_says(text, "0.weight: the group '0' was changed", "Change it between steps.")
 
 
-def set_while_reductions_are_in_flight(side: Side) -> None:
+@same_as_plain(2)
+def test_a_setting_does_not_lose_reductions_in_flight(side: Side) -> None:
     torch.manual_seed(1234)
     model = side.shard_tower(even_tower().double())
     if side.is_sharded:
@@ -53,10 +54,6 @@ def set_while_reductions_are_in_flight(side: Side) -> None:
         handle.wait()
         model.reshard()
     side.note_gradients(model)
-
-
-def test_a_setting_does_not_lose_reductions_in_flight(world2: World) -> None:
-    assert_same(world2, set_while_reductions_are_in_flight)
 
 
 def replaced_while_gradients_wait() -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import World
-from models import random_batch
+from models import built, random_batch
 from reference import adamw
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
 
 
@@ -26,9 +25,15 @@ class Model(nn.Module):
         return self.norm(torch.tanh(self.block(x)))  # the caller runs the head
 
 
-def chunked_training(side: Side, chunks: int, reshard: bool | None, keeps_graph: bool) -> None:
-    torch.manual_seed(0)
-    model = Model().double()
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(10)
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("keeps_graph", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_head_run_in_chunks_trains_as_a_whole_one(
+    side: Side, chunks: int, reshard: bool | None, keeps_graph: bool
+) -> None:
+    model = built(Model, seed=0)
     side.shard(model.block, [model.norm, model.head], model, reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
@@ -51,14 +56,3 @@ def chunked_training(side: Side, chunks: int, reshard: bool | None, keeps_graph:
         optimizer.step()
         side.assert_settled(model)
     side.note_parameters(model)
-
-
-@pytest.mark.thin(10)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("keeps_graph", [True, False])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_head_run_in_chunks_trains_as_a_whole_one(
-    world: World, chunks: int, reshard: bool | None, keeps_graph: bool
-) -> None:
-    assert_same(world, chunked_training, chunks, reshard, keeps_graph)

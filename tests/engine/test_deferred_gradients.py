@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
 from meshed import refusal
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 import shardwise
@@ -71,7 +70,9 @@ def test_reads_and_writes_are_refused_by_name(world: World, has_grad: bool) -> N
         )
 
 
-def zeroed_locally(side: Side, has_grad: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_zeroing_the_local_tensor_clears_what_waits(side: Side, has_grad: bool) -> None:
     """Where the local tensor can be had, zeroing it clears what waits."""
     model = side.shard_tower(built(even_tower))
     if has_grad:
@@ -87,12 +88,8 @@ def zeroed_locally(side: Side, has_grad: bool) -> None:
     side.note_gradients(model)
 
 
-@pytest.mark.parametrize("has_grad", [False, True])
-def test_zeroing_the_local_tensor_clears_what_waits(world2: World, has_grad: bool) -> None:
-    assert_same(world2, zeroed_locally, has_grad)
-
-
-def penalised(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_penalties_on_the_shards_add_up(side: Side) -> None:
     """Autograd adds to ``.grad`` itself what a loss has computed from the shards."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -108,12 +105,8 @@ def penalised(side: Side) -> None:
     side.note_parameters(model)
 
 
-@by_world
-def test_penalties_on_the_shards_add_up(world: World) -> None:
-    assert_same(world, penalised)
-
-
-def converted(side: Side) -> None:
+@same_as_plain(1, 2, atol=1e-06)
+def test_gradients_that_wait_survive_a_conversion(side: Side) -> None:
     model = side.shard_tower(built(even_tower).float())
     model(side.inputs(0).float()).square().mean().backward()
     side.sync(model, False)
@@ -122,11 +115,6 @@ def converted(side: Side) -> None:
     side.sync(model, True)
     model(side.inputs(2)).square().mean().backward()
     side.note_gradients(model)
-
-
-@by_world
-def test_gradients_that_wait_survive_a_conversion(world: World) -> None:
-    assert_same(world, converted, atol=1e-6)
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -165,7 +153,8 @@ def test_a_step_is_refused_by_name_before_it_changes_anything(world: World, how:
         assert (same, states) == (True, 0)
 
 
-def stepped_with_closure(side: Side) -> None:
+@same_as_plain(2)
+def test_a_closure_may_run_the_last_backward(side: Side) -> None:
     """The closure runs the last backward, with synchronisation."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -182,7 +171,3 @@ def stepped_with_closure(side: Side) -> None:
 
         optimizer.step(last)
     side.note_parameters(model)
-
-
-def test_a_closure_may_run_the_last_backward(world2: World) -> None:
-    assert_same(world2, stepped_with_closure)

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from events import observe
-from failure_models import built
 from harness import World
-from models import even_tower
+from models import built, even_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,7 +72,13 @@ BETWEEN: list[Callable[[Side, nn.Module], None]] = [
 ]
 
 
-def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(21)
+@pytest.mark.parametrize("make", [even_tower, Soft])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_any_pass_may_come_between_a_graph_and_its_backward(
+    side: Side, make: Callable[[], nn.Module], reshard: bool | None
+) -> None:
     model = built(make)
     side.shard_tower(model, reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -91,20 +96,14 @@ def passes_in_between(side: Side, make: Callable[[], nn.Module], reshard: bool |
     side.note_parameters(model)
 
 
-@pytest.mark.thin(21)
-@pytest.mark.parametrize("make", [even_tower, Soft])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f45_any_pass_may_come_between_a_graph_and_its_backward(
-    world2: World, make: Callable[[], nn.Module], reshard: bool | None
-) -> None:
-    assert_same(world2, passes_in_between, make, reshard)
-
-
 # --- derivatives of higher order ------------------------------------------------------------------
 
 
-def higher_orders(side: Side, policy: CommPolicy | None) -> None:
-    model = side.shard_tower(built(Soft), comm_policy=policy)
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+def test_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) -> None:
+    model = side.shard_tower(built(Soft), comm_policy=CommPolicy(backward_prefetch=backward_prefetch))
     point = torch.arange(8.0).double().div(8)[None]
     second = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), point, create_graph=True)
     side.note("hessian", second)
@@ -123,16 +122,13 @@ def higher_orders(side: Side, policy: CommPolicy | None) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_f27_derivatives_of_higher_order(world2: World, backward_prefetch: str | None) -> None:
-    assert_same(world2, higher_orders, CommPolicy(backward_prefetch=backward_prefetch))
-
-
 # --- force models ---------------------------------------------------------------------------------
 
 
-def energies_and_forces(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_forces_leave_nothing_unsharded(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Soft), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
@@ -147,12 +143,6 @@ def energies_and_forces(side: Side, reshard: bool | None) -> None:
         side.note_gradients(model)
         side.assert_settled(model)
         optimizer.step()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_forces_leave_nothing_unsharded(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, energies_and_forces, reshard)
 
 
 # --- weights that have changed since --------------------------------------------------------------
@@ -178,7 +168,7 @@ def graph_from_before_a_step() -> tuple[str, bool]:
     return text, all(param.grad is not None for param in model.parameters())
 
 
-def test_f45_a_graph_from_before_a_step_raises_as_without_sharding(world2: World) -> None:
+def test_a_graph_from_before_a_step_raises_as_without_sharding(world2: World) -> None:
     for text, trains in world2.run(graph_from_before_a_step):
         assert "modified by an inplace operation" in text
         assert "2147483647" not in text
@@ -199,7 +189,7 @@ def events_of_a_penalty() -> list[str]:
     return [event for event in events if event.startswith(("unshard", "free"))]
 
 
-def test_f45_the_backward_of_a_graph_unshards_each_group_once_and_ahead(world2: World) -> None:
+def test_the_backward_of_a_graph_unshards_each_group_once_and_ahead(world2: World) -> None:
     for events in world2.run(events_of_a_penalty):
         names = ["Tower", "blocks.0", "blocks.1", "blocks.2"]
         assert [event for event in events if event.startswith("unshard")] == [f"unshard {n}" for n in names]

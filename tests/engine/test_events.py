@@ -4,31 +4,25 @@ import torch
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, shard_tower
 from torch import nn
+from towers import backward
 
-from shardwise import CommPolicy, fully_shard
+from shardwise import CommPolicy
 
 
 def tower(prefetch: int = 1, **options: object) -> nn.Module:
-    torch.manual_seed(0)
-    model = Tower().double()
+    model = built(Tower, seed=0)
     policy = CommPolicy(prefetch=prefetch)
-    for block in model.blocks:
-        fully_shard(block, comm_policy=policy, **options)
-    return fully_shard(model, comm_policy=policy, **options)
-
-
-def step(model: nn.Module, index: int = 0) -> None:
-    model(random_batch(index, 4)).pow(2).mean().backward()
+    return shard_tower(model, comm_policy=policy, **options)
 
 
 def events_of_steps(count: int, prefetch: int = 1, **options: object) -> list[str]:
     model = tower(prefetch, **options)
     for index in range(count - 1):
-        step(model, index)
+        backward(model, index)
     events = events_of(model)
-    step(model, count)
+    backward(model, count)
     return events
 
 
@@ -183,9 +177,7 @@ class Switching(nn.Module):
 def events_as_the_order_changes() -> list[str]:
     torch.manual_seed(0)
     model = Switching()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     events = events_of(model)
     for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]):
         events.append(f"-- {order}")
@@ -257,11 +249,8 @@ free Switching""",
 def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
     from torch.utils.checkpoint import checkpoint
 
-    torch.manual_seed(0)
-    model = Tower(depth=2).double()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = built(Tower, depth=2, seed=0)
+    shard_tower(model)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = model.inlet(x)
@@ -270,9 +259,9 @@ def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
         return model.outlet(x)
 
     model.forward = forward
-    step(model)
+    backward(model)
     events = events_of(model)
-    step(model)
+    backward(model)
     return events
 
 
@@ -286,3 +275,33 @@ def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None
             "reduce blocks.0",
             "reduce Tower",
         ]
+
+
+def reductions_with_unused_parameters(count: int) -> list[str]:
+    """What the backward of the last of so many steps enters and reduces."""
+    model = built(Tower, seed=0)
+    for block in model.blocks:
+        block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    shard_tower(model)
+    for index in range(count - 1):
+        backward(model, index)
+    events = events_of(model)
+    backward(model, count)
+    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+
+
+def test_a_group_with_unused_parameters_is_reduced_once_it_is_over(world2: World) -> None:
+    """In every step: before backward enters the next group, and not at the end of it."""
+    for count in (1, 3):
+        assert_expected_inline(
+            the_same_on_all_ranks(world2.run(reductions_with_unused_parameters, count)),
+            """\
+backward Tower
+backward blocks.2
+reduce blocks.2
+backward blocks.1
+reduce blocks.1
+backward blocks.0
+reduce Tower
+reduce blocks.0""",
+        )

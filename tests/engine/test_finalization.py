@@ -12,9 +12,9 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,8 +24,7 @@ SHAPES = [(2,), (2, 1)]
 
 
 def tower(side: Side, shape: tuple[int, ...] | None = None) -> Any:
-    torch.manual_seed(0)
-    model: Any = even_tower().double()
+    model = built(even_tower, seed=0)
     options = {"mesh": init_device_mesh("cpu", shape)} if side.is_sharded and shape else {}
     side.shard_tower(model, **options)
     if side.is_sharded:
@@ -42,7 +41,14 @@ def finalize(side: Side, model: Any, async_op: bool) -> None:
             handle.wait()  # once is enough, twice does no harm
 
 
-def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async_op: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(9)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)
+def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
+    side: Side, shape: tuple[int, ...], syncs: list[bool], async_op: bool
+) -> None:
     """Two steps of several microbatches, each ended by one call; some backwards synchronise, some do not."""
     model = tower(side, shape)
     optimizer = adamw(model)
@@ -57,16 +63,6 @@ def reduced_by_hand(side: Side, shape: tuple[int, ...], syncs: list[bool], async
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
-
-
-@pytest.mark.thin(9)
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("syncs", [[True], [False, False], [True, True, False]], ids=str)
-def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
-    world2: World, shape: tuple[int, ...], syncs: list[bool], async_op: bool
-) -> None:
-    assert_same(world2, reduced_by_hand, shape, syncs, async_op)
 
 
 # --- what ranks reduce at a moment that they have in common ---------------------------------------
@@ -87,8 +83,7 @@ class Choosing(nn.Module):
 
 def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[str, Tensor]:
     """`uses` says for each rank and microbatch whether the second layer is used."""
-    torch.manual_seed(0)
-    model: Any = Choosing().double()
+    model = built(Choosing, seed=0)
     ignored = {model.scale}
     for layer in (model.first, model.second):
         fully_shard(layer)
@@ -114,8 +109,7 @@ def rank_batch(number: int, rank: int) -> Tensor:
 def test_ranks_that_use_different_modules_reduce_once(world2: World, syncs: bool) -> None:
     """One rank has used the second layer in its first microbatch only, the other never."""
     uses = [[True, False], [False, False]]
-    torch.manual_seed(0)
-    model = Choosing().double()
+    model = built(Choosing, seed=0)
     for rank, microbatches in enumerate(uses):
         for number, uses_second in enumerate(microbatches):
             model(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()
@@ -199,6 +193,15 @@ def forward_before_waiting(model: Any) -> None:
         handle.wait()
 
 
+def backward_before_waiting(model: Any) -> None:
+    loss = model(random_batch(0, 4)).sum()
+    handle = unwaited(model)
+    try:
+        loss.backward()
+    finally:
+        handle.wait()
+
+
 def twice_before_waiting(model: Any) -> None:
     handle = unwaited(model)
     try:
@@ -225,7 +228,7 @@ def no_bool(model: Any) -> None:
 
 MISUSES = [
     *(on_a_block, set_on_a_block, without_the_mode, mode_left_before_the_end, forward_before_waiting),
-    *(twice_before_waiting, inside_a_backward, waiting_after_a_reset, no_bool),
+    *(backward_before_waiting, twice_before_waiting, inside_a_backward, waiting_after_a_reset, no_bool),
 ]
 
 
@@ -258,6 +261,7 @@ set_on_a_block: set_manual_backward_finalization: blocks.0 is not the root, but 
 without_the_mode: finalize_backward: Tower ends its backwards by itself, and their gradients are complete. Call set_manual_backward_finalization(True) before forward, or leave this call out.
 mode_left_before_the_end: set_manual_backward_finalization: Tower has run a backward that was not finalized. Call finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends a backward.
 forward_before_waiting: Tower: a forward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
+backward_before_waiting: Tower: a backward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
 twice_before_waiting: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
 inside_a_backward: finalize_backward: Tower is part of a model whose backward is running, and that needs its parameters and gradients as they are. Call it afterwards.
 waiting_after_a_reset: GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and has dropped the gradients that this handle stands for. Run the iteration again.
@@ -265,7 +269,8 @@ no_bool: set_manual_backward_finalization: enabled is 1, an int; pass True or Fa
     )
 
 
-def before_the_first_forward(side: Side) -> None:
+@same_as_plain(2)
+def test_before_the_first_forward_there_is_nothing_to_end(side: Side) -> None:
     """It does nothing there, whoever ends backwards; what follows trains."""
     model = tower(side)
     if side.is_sharded:
@@ -278,11 +283,8 @@ def before_the_first_forward(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_before_the_first_forward_there_is_nothing_to_end(world2: World) -> None:
-    assert_same(world2, before_the_first_forward)
-
-
-def copied(side: Side) -> None:
+@same_as_plain(2)
+def test_a_copy_is_ended_by_hand_as_well(side: Side) -> None:
     """A copy of the model ends its backwards as the model does."""
     model = copy.deepcopy(tower(side))
     side.sync(model, False)
@@ -292,5 +294,14 @@ def copied(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_a_copy_is_ended_by_hand_as_well(world2: World) -> None:
-    assert_same(world2, copied)
+@same_as_plain(2)
+def test_a_module_around_is_ended_by_hand_as_well(side: Side) -> None:
+    """A model that ends its backwards by hand, and becomes part of another one."""
+    model = nn.Sequential(tower(side))
+    if side.is_sharded:
+        fully_shard(model)
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.sync(model, True)
+    finalize(side, model, async_op=False)
+    side.note_gradients(model)

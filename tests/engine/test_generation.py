@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from harness import World
-from models import WIDTH, Block
-from scenario import Side, assert_same
+from models import WIDTH, Block, built
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -42,7 +42,8 @@ class EncoderDecoder(nn.Module):
         return made
 
 
-def generated(side: Side) -> None:
+@same_as_plain(2)
+def test_a_method_that_begins_with_a_part_of_the_model_finds_full_parameters(side: Side) -> None:
     torch.manual_seed(2)
     model: Any = EncoderDecoder()
     side.shard(*model.encoder, *model.decoder, model)
@@ -58,10 +59,6 @@ def generated(side: Side) -> None:
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert type(model.shared.weight) is nn.Parameter
     side.assert_settled(model)
-
-
-def test_a_method_that_begins_with_a_part_of_the_model_finds_full_parameters(world2: World) -> None:
-    assert_same(world2, generated)
 
 
 def forward_while_lent() -> str:
@@ -83,10 +80,10 @@ def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
 # --- max_norm -------------------------------------------------------------------------------------
 
 
-def renormalised(side: Side) -> None:
+@same_as_plain(2)
+def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(side: Side) -> None:
     """A frozen embedding is trained around, and evaluated."""
-    torch.manual_seed(3)
-    embedding = nn.Embedding(16, WIDTH, max_norm=1.0).double()
+    embedding = built(nn.Embedding, 16, WIDTH, max_norm=1.0, seed=3)
     embedding.weight.requires_grad_(False)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, 3).double())
     side.shard(model[0], model, reshard_after_forward=True)
@@ -101,10 +98,6 @@ def renormalised(side: Side) -> None:
         optimizer.step()
     with torch.no_grad():
         side.note_rows("evaluation", model(side.part(torch.arange(12))))
-
-
-def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(world2: World) -> None:
-    assert_same(world2, renormalised)
 
 
 def trained_with_max_norm() -> str:

@@ -1,15 +1,14 @@
 """Large gradients are reduced as soon as they are there, in one order on all ranks, and the numbers stay right."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import World
-from models import random_batch
+from models import random_batch, shard_tower
 from reference import Recipe, assert_same_training, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -140,9 +139,7 @@ def test_over_replicas_too(world4: World) -> None:
 def sent_at_completion(order: str) -> list[str]:
     """For each group of a backward, what had been sent when its last gradient came."""
     model = Model(order)
-    for block in model.blocks:
-        fully_shard(block, comm_policy=IN_PARTS)
-    fully_shard(model, comm_policy=IN_PARTS)
+    shard_tower(model, comm_policy=IN_PARTS)
     told = []
     reduce = Gradients.reduce
 
@@ -191,8 +188,7 @@ class Quarters(nn.Module):
 
 def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
     model = Quarters(rows)
-    for module in (*model.blocks, model):
-        fully_shard(module, comm_policy=IN_PARTS, mp_policy=precision)
+    shard_tower(model, comm_policy=IN_PARTS, mp_policy=precision)
     most = [0]
     limit = ReductionQueue._limit
 
@@ -258,13 +254,13 @@ def built(side: Side) -> Model:
     torch.manual_seed(1234)
     model = Model().double()
     if side.is_sharded:
-        for block in model.blocks:
-            fully_shard(block, comm_policy=IN_PARTS)
-        fully_shard(model, comm_policy=IN_PARTS)
+        shard_tower(model, comm_policy=IN_PARTS)
     return model
 
 
-def microbatches(side: Side, pattern: list[bool]) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("pattern", [[False, True], [True, True], [True, False, True]], ids=str)
+def test_gradients_accumulate_over_backwards(side: Side, pattern: list[bool]) -> None:
     """Backwards with and without synchronisation, then a step."""
     model = built(side)
     for index, syncs in enumerate(pattern):
@@ -274,12 +270,10 @@ def microbatches(side: Side, pattern: list[bool]) -> None:
     side.note_gradients(model)
 
 
-@pytest.mark.parametrize("pattern", [[False, True], [True, True], [True, False, True]], ids=str)
-def test_gradients_accumulate_over_backwards(world2: World, pattern: list[bool]) -> None:
-    assert_same(world2, microbatches, pattern)
-
-
-def switched_off_in_the_midst(side: Side, where: str) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("where", ["a", "b", "c", "d"])
+def test_synchronisation_may_be_switched_off_in_the_midst(side: Side, where: str) -> None:
     """A hook switches synchronisation off when some gradients have been sent; the next backward has it on."""
     model = built(side)
     if side.is_sharded:
@@ -299,13 +293,8 @@ def switched_off_in_the_midst(side: Side, where: str) -> None:
     side.note_gradients(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("where", ["a", "b", "c", "d"])
-def test_synchronisation_may_be_switched_off_in_the_midst(world2: World, where: str) -> None:
-    assert_same(world2, switched_off_in_the_midst, where)
-
-
-def failing(side: Side, fails_in: Callable[[nn.Module], nn.Module]) -> None:
+@same_as_plain(2)
+def test_a_failed_backward_leaves_nothing_under_way(side: Side) -> None:
     """A backward fails with gradients under way; the next step knows nothing of it."""
     model = built(side)
 
@@ -313,21 +302,13 @@ def failing(side: Side, fails_in: Callable[[nn.Module], nn.Module]) -> None:
         raise ArithmeticError("not this one")
 
     if side.is_sharded:
-        handle = fails_in(model).register_full_backward_hook(fail)
+        handle = model.blocks[1].b.register_full_backward_hook(fail)
         with pytest.raises(ArithmeticError):
             mean_of_squares(model, side.inputs(5)).backward()
         handle.remove()
         model.zero_grad()
     mean_of_squares(model, side.inputs(0)).backward()
     side.note_gradients(model)
-
-
-def second_layer(model: nn.Module) -> nn.Module:
-    return model.blocks[1].b  # type: ignore[union-attr, index, return-value]
-
-
-def test_a_failed_backward_leaves_nothing_under_way(world2: World) -> None:
-    assert_same(world2, failing, second_layer)
 
 
 class Unentered(nn.Module):

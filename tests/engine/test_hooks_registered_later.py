@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from failure_models import built
-from harness import World
-from models import even_tower
+from models import built, even_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +21,13 @@ def uses_weights(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * module.up.weight.mean() + module.down.bias
 
 
-def hooks_after_forward(side: Side, copies: bool, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("reshard", [None, True])
+def test_forward_hooks_registered_later_see_full_parameters(
+    side: Side, copies: bool, reshard: bool | None
+) -> None:
     model = built(even_tower)
     model.blocks[0].register_forward_hook(uses_weights)
     side.shard_tower(model, reshard_after_forward=reshard)
@@ -41,15 +45,6 @@ def hooks_after_forward(side: Side, copies: bool, reshard: bool | None) -> None:
     side.steps(model, optimizer, range(2, 4))
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("reshard", [None, True])
-def test_forward_hooks_registered_later_see_full_parameters(
-    world2: World, reshard: bool | None, copies: bool
-) -> None:
-    assert_same(world2, hooks_after_forward, copies, reshard)
-
-
 def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
     penalty = sum(p.pow(2).sum() for p in model.parameters())
     if isinstance(penalty, DTensor):
@@ -57,7 +52,8 @@ def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
     return mean_of_squares(model, inputs) + 0.1 * penalty
 
 
-def hook_where_the_loss_uses_the_shard(side: Side) -> None:
+@same_as_plain(2)
+def test_a_hook_after_accumulation_sees_the_complete_gradient_last(side: Side) -> None:
     """Plainly autograd adds up both gradients first, and the hook runs once."""
     model = side.shard_tower(built(even_tower))
     weight = model.blocks[1].up.weight
@@ -67,7 +63,3 @@ def hook_where_the_loss_uses_the_shard(side: Side) -> None:
     assert len(seen) == (4 if side.is_sharded else 2)
     for complete in seen[1::2] if side.is_sharded else seen:
         side.note("complete", complete)
-
-
-def test_a_hook_after_accumulation_sees_the_complete_gradient_last(world2: World) -> None:
-    assert_same(world2, hook_where_the_loss_uses_the_shard)

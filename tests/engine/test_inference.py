@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_all_same
 from failure_models import Failure
 from harness import World
-from meshed import Asks, Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of
-from models import Block, even_tower, odd_model, random_batch, uneven_tower
+from meshed import Asks, Layout, device_mesh, gradients_of, refusal, tensors_of
+from models import Block, built, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import one_thread
-from strategies import SOME_PLANS, Plan, Wire, live_bytes
+from strategies import SOME_PLANS, Plan, Wire, live_bytes, part, step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -33,25 +34,6 @@ by_plan = pytest.mark.parametrize(
 
 ZERO3 = Plan("zero3", 2)
 BUDGETS = (None, 0, 4000)  # a block of the uneven tower has 1728 bytes, all of it 5696
-
-
-def built(make: Callable[..., nn.Module], *args: Any) -> Any:
-    torch.manual_seed(1234)
-    return make(*args).double()
-
-
-def part(plan: Plan | None, seed: int, width: int = 7) -> Tensor:
-    batch = random_batch(seed, 12, width)
-    if plan is None:
-        return batch
-    share = 12 // plan.ranks
-    return batch[dist.get_rank() * share :][:share].clone()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, seed: int) -> None:
-    optimizer.zero_grad()
-    mean_of_squares(model, part(plan, seed)).backward()
-    optimizer.step()
 
 
 def trained(plan: Plan | None, steps: int = 1, make: Callable[[], nn.Module] = uneven_tower) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import WIDTH, random_batch
+from models import WIDTH, built, random_batch, shard_tower
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,8 +34,7 @@ class Path(nn.Module):
 
 
 def path(**options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Path().double()
+    model = built(Path, seed=0)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model)
@@ -144,8 +143,7 @@ def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
 
 
 def plain_gradients() -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = Path().double()
+    model = built(Path, seed=0)
     for rank, order in enumerate(CROSSED):
         (model(random_batch(rank, 4), order).pow(2).mean() / 2).backward()
     return {name: full(param.grad) for name, param in model.named_parameters()}
@@ -218,6 +216,21 @@ def test_an_edit_between_forward_and_backward_is_refused_by_name(
 ) -> None:
     """Also where a module around the model is sharded meanwhile."""
     world2.run(edit_between_forward_and_backward, sharding_around)
+
+
+def edit_of_what_an_earlier_forward_has_kept() -> None:
+    model = path()
+    step(model, *IN_ORDER)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    with torch.no_grad():
+        model(random_batch(1, 4), (0,))  # without the block that was kept
+        model.blocks[2].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place between"):
+        loss.backward()
+
+
+def test_it_is_refused_as_well_where_another_forward_has_left_it_out(world2: World) -> None:
+    world2.run(edit_of_what_an_earlier_forward_has_kept)
 
 
 def seen_behind_the_last_block() -> list[bool]:
@@ -358,13 +371,10 @@ def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> Non
 
 
 def events_of_experts() -> list[str]:
-    torch.manual_seed(0)
-    model: Any = Path().double()
+    model = built(Path, seed=0)
     model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
     fully_shard(model.blocks[2][1])
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     model.blocks[2][1].set_may_be_unused()
     step(model, *IN_ORDER)
     events = events_of(model)

@@ -11,16 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
-from reference import mean_of_squares
-from scenario import Side, assert_same
+from models import built, even_tower, random_batch
+from reference import full, mean_of_squares
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import shardwise
+from shardwise import fully_shard
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.optim import FlatOptimizer
+from shardwise.policies import ShardPlacementResult
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
 
@@ -169,7 +172,10 @@ def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
 # --- the numbers ----------------------------------------------------------------------------------------
 
 
-def train_accumulating(side: Side, make_optimizer: Any) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
+def test_accumulation_trains_as_without_sharding(side: Side, make_optimizer: Any) -> None:
     """With a step that changes shards unseen, evaluation between steps, and weights loaded in between."""
     model = built(even_tower)
     side.shard_tower(model, reshard_after_forward=False)
@@ -191,13 +197,8 @@ def train_accumulating(side: Side, make_optimizer: Any) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
-def test_accumulation_trains_as_without_sharding(world2: World, make_optimizer: Any) -> None:
-    assert_same(world2, train_accumulating, make_optimizer)
-
-
-def load_between_microbatches(side: Side) -> None:
+@same_as_plain(2)
+def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     """All ranks load: what they have kept unsharded is stale on all of them."""
     model = built(even_tower)
     side.shard_tower(model, reshard_after_forward=False)
@@ -211,20 +212,6 @@ def load_between_microbatches(side: Side) -> None:
     else:
         model.load_state_dict(halves)
     side.sync(model, True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
-
-
-def test_weights_may_be_loaded_between_microbatches(world2: World) -> None:
-    assert_same(world2, load_between_microbatches)
-
-
-def change_between_forwards(side: Side, change: Callable[[nn.Module], None]) -> None:
-    """The loss of the first forward has no backward."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=False)
-    side.note_mean("before", mean_of_squares(model, side.inputs(0)))
-    change(model)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
 
@@ -245,9 +232,41 @@ def double_data(model: nn.Module) -> None:
         param.data.mul_(2)
 
 
+@same_as_plain(2)
 @pytest.mark.parametrize("change", [load_halves, double_each, double_data])
-def test_all_ranks_may_change_weights_between_two_forwards(world2: World, change: Any) -> None:
-    assert_same(world2, change_between_forwards, change)
+def test_all_ranks_may_change_weights_between_two_forwards(
+    side: Side, change: Callable[[nn.Module], None]
+) -> None:
+    """The loss of the first forward has no backward."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=False)
+    side.note_mean("before", mean_of_squares(model, side.inputs(0)))
+    change(model)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
+
+
+def outputs_after_a_change_on_one_mesh() -> tuple[Tensor, Tensor]:
+    """Of a group on two meshes, of which nobody is told that the bias was changed; and of plain torch."""
+    torch.manual_seed(0)
+    mesh, other = (init_device_mesh("cpu", (2,)) for _ in range(2))
+
+    def place(param: Tensor) -> Any:
+        return ShardPlacementResult(Shard(0), other) if param.dim() == 1 else None
+
+    model: Any = fully_shard(
+        nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False, shard_placement_fn=place
+    )
+    inputs = torch.ones(1, 4)
+    model(inputs)
+    model.bias.data.add_(1)
+    assert len(sharded_module_states(model)[0].group.buckets) == 2
+    return model(inputs).detach(), nn.functional.linear(inputs, full(model.weight), full(model.bias))
+
+
+def test_a_change_on_one_of_the_meshes_of_a_group_counts(world2: World) -> None:
+    for actual, expected in world2.run(outputs_after_a_change_on_one_mesh):
+        torch.testing.assert_close(actual, expected)
 
 
 # --- what is refused ------------------------------------------------------------------------------------
@@ -292,17 +311,17 @@ def test_a_change_between_unsynchronised_microbatches_is_refused(
 
 
 def forward_after_equal_contents() -> list[str]:
-    """What is gathered after weights were written again, between microbatches, with the values that they had."""
+    """What is unsharded after weights were written again, between microbatches, with the values that they had."""
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
     model(inputs).sum().backward()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     (root,) = {module_state.root for module_state in sharded_module_states(model)}
-    gathered: list[str] = []
-    root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
+    unsharded: list[str] = []
+    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
     model(inputs).sum().backward()
-    return gathered
+    return unsharded
 
 
 def test_weights_that_are_written_with_equal_contents_are_kept(world2: World) -> None:

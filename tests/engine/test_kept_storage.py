@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from test_memory import DEPTH, WIDTH, B, Pair, unsharded_bytes
 from torch import Tensor, nn
 
@@ -92,7 +92,8 @@ def test_it_concerns_the_modules_it_was_called_for(world2: World) -> None:
     assert world2.run(kept_for_one_block) == [1.0, 1.0]
 
 
-def training_with_kept_storage(side: Side) -> None:
+@same_as_plain(2, atol=1e-12)
+def test_training_is_as_without(side: Side) -> None:
     """Weights are unsharded anew each time, whatever lies in the memory that was kept."""
     model = pairs(side).double()
     if side.is_sharded:
@@ -104,7 +105,3 @@ def training_with_kept_storage(side: Side) -> None:
         with torch.no_grad():
             side.note_rows("evaluated", model(side.inputs(step, WIDTH)))
     side.note_parameters(model)
-
-
-def test_training_is_as_without(world2: World) -> None:
-    assert_same(world2, training_with_kept_storage, atol=1e-12)

@@ -447,14 +447,14 @@ def gradients_divided_by(factor: float, on: str, recurse: bool) -> dict[str, Ten
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("factor", [1, 2.0, 0.5, 3.7, 1e-3, 1e6])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f07_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:
+def test_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:
     """All ranks have the same batch: the sum is the world size times the plain gradient."""
     for got in world.run(gradients_divided_by, factor, "", recurse=True):
         assert_close(got, plain_gradients(0), world.size / factor)
 
 
 @pytest.mark.parametrize(("on", "recurse"), [("", False), ("blocks.1", True), ("blocks.1", False)])
-def test_f07_a_factor_concerns_what_it_was_set_on(world2: World, on: str, recurse: bool) -> None:
+def test_a_factor_concerns_what_it_was_set_on(world2: World, on: str, recurse: bool) -> None:
     want = plain_gradients(0)
     chosen = {name for name in want if name.startswith("blocks.1.")} if on else set(ROOT)
     for got in world2.run(gradients_divided_by, 16.0, on, recurse):
@@ -472,7 +472,7 @@ def divided_in_the_parts_of_a_model() -> dict[str, Tensor | None]:
     return gradients(model)
 
 
-def test_f07_a_later_call_on_a_part_changes_that_part(world2: World) -> None:
+def test_a_later_call_on_a_part_changes_that_part(world2: World) -> None:
     want = plain_gradients(0)
     for got in world2.run(divided_in_the_parts_of_a_model):
         for name in want:
@@ -491,7 +491,7 @@ def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
     return gradients(model)
 
 
-def test_f07_accumulated_gradients_are_divided_once(world2: World) -> None:
+def test_accumulated_gradients_are_divided_once(world2: World) -> None:
     for got in world2.run(gradients_accumulated_and_divided):
         assert_close(got, plain_gradients(0, 1, 2), 2 / 8)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from failure_models import Chain, block, built
+from failure_models import Chain, block
 from harness import World
-from models import WIDTH
+from models import WIDTH, built
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,7 +55,7 @@ def nested_checkpoints(side: Side, cases: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True])
-def test_f01_checkpoints_nest_around_a_block_that_differentiates_itself(
+def test_checkpoints_nest_around_a_block_that_differentiates_itself(
     world2: World, reshard: bool | None
 ) -> None:
     inner_keeps = [((outer, False), graph) for outer in (True, False) for graph in (True, False)]
@@ -70,7 +70,10 @@ class Checkpointed(Chain):
         return checkpoint(block, x, use_reentrant=True) if torch.is_grad_enabled() else block(x)
 
 
-def evaluation_in_a_backward_hook(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_backward_hook_may_evaluate_the_model_that_is_recomputed(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Checkpointed), reshard_after_forward=reshard)
     seen: list[Tensor] = []
 
@@ -82,14 +85,6 @@ def evaluation_in_a_backward_hook(side: Side, reshard: bool | None) -> None:
     side.steps(model, adamw(model), range(2), lambda model, x: mean_of_squares(model, x.requires_grad_()))
     assert len(seen) == 2
     side.note_mean("seen", torch.stack(seen))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_f41_a_backward_hook_may_evaluate_the_model_that_is_recomputed(
-    world2: World, reshard: bool | None
-) -> None:
-    assert_same(world2, evaluation_in_a_backward_hook, reshard)
 
 
 def forces(side: Side, with_energy: bool, options: Any) -> None:
@@ -112,6 +107,6 @@ def forces(side: Side, with_energy: bool, options: Any) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f45_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
+def test_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
     for with_energy in (False, True):
         assert_same(world2, forces, with_energy, {"reshard_after_forward": reshard})

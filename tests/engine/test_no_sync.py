@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_all_same
 from events import events_of
 from failure_models import CheckpointedTower, Failure, fragile_tower
 from harness import World
-from meshed import Asks, assert_all_same, gradients_of, parameters_of
-from models import even_tower, random_batch, uneven_tower
+from meshed import Asks, gradients_of, parameters_of
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
-from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of
+from scenario import Side, same_as_plain
+from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of, part
 from torch import Tensor, nn
 
 import shardwise
@@ -32,11 +33,6 @@ by_plan = pytest.mark.parametrize(
 by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
 
-def built(make: Any, *args: Any) -> Any:
-    torch.manual_seed(1234)
-    return make(*args).double()
-
-
 @contextmanager
 def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterator[None]:
     """`no_sync` where the model is sharded."""
@@ -45,11 +41,7 @@ def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterato
 
 
 def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> Tensor:
-    batch = random_batch(seed, 12, width)
-    if plan is not None:
-        rank, share = torch.distributed.get_rank(), 12 // plan.ranks
-        batch = batch[rank * share : (rank + 1) * share]
-    return mean_of_squares(model, batch)
+    return mean_of_squares(model, part(plan, seed, width))
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -153,7 +145,10 @@ def test_recomputed_blocks_accumulate_as_plainly(world4: World, plan: Plan) -> N
         assert_all_same(world4.run(checkpointed, plan, reentrant), checkpointed(None, reentrant))
 
 
-def shared_root(side: Side, strategy: str) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_module_that_only_contains_sharded_ones_will_do(side: Side, strategy: str) -> None:
     """The context is given a module that is not sharded itself: a dictionary of two models."""
     both = nn.ModuleDict({"first": built(even_tower), "second": built(even_tower)})
     if side.is_sharded:
@@ -172,13 +167,8 @@ def shared_root(side: Side, strategy: str) -> None:
     side.note_parameters(both)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_a_module_that_only_contains_sharded_ones_will_do(world2: World, strategy: str) -> None:
-    assert_same(world2, shared_root, strategy)
-
-
-def one_block(side: Side) -> None:
+@same_as_plain(2)
+def test_a_single_block_may_defer(side: Side) -> None:
     """Only one block defers; what the others have is reduced each time."""
     model = side.shard_tower(built(even_tower))
     for microbatch in range(3):
@@ -190,11 +180,8 @@ def one_block(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_a_single_block_may_defer(world2: World) -> None:
-    assert_same(world2, one_block)
-
-
-def ignored_beside(side: Side) -> None:
+@same_as_plain(2)
+def test_ignored_parameters_that_are_averaged_wait_too(side: Side) -> None:
     """Parameters that are left alone but averaged wait as well."""
     model = built(even_tower)
     if side.is_sharded:
@@ -211,11 +198,8 @@ def ignored_beside(side: Side) -> None:
         side.note("bias", model.outlet.bias.grad)
 
 
-def test_ignored_parameters_that_are_averaged_wait_too(world2: World) -> None:
-    assert_same(world2, ignored_beside)
-
-
-def failed_inside(side: Side) -> None:
+@same_as_plain(2)
+def test_an_exception_inside_leaves_what_was_there_before(side: Side) -> None:
     """A microbatch inside fails: the gradients of the others stay, and the context is left behind."""
     model = side.shard_tower(built(fragile_tower))
     optimizer = adamw(model)
@@ -235,10 +219,6 @@ def failed_inside(side: Side) -> None:
         optimizer.step()
         side.assert_settled(model)
     side.note_parameters(model)
-
-
-def test_an_exception_inside_leaves_what_was_there_before(world2: World) -> None:
-    assert_same(world2, failed_inside)
 
 
 # --- what travels ---------------------------------------------------------------------------------

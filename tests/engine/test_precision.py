@@ -22,7 +22,16 @@ import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import gradients_of, parameters_of, part, tensors_of, whole
-from models import even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from models import (
+    built,
+    even_tower,
+    language_model,
+    next_token_loss,
+    random_batch,
+    shard_tower,
+    token_batch,
+    uneven_tower,
+)
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -286,8 +295,7 @@ def double_training(dtype: torch.dtype) -> dict[str, Any]:
 @any_world
 def test_float32_parameters_may_compute_in_float64(world: World) -> None:
     """Gradients are right to the one rounding that ends them, which float32 would not be."""
-    torch.manual_seed(1234)
-    model = even_tower().double()
+    model = built(even_tower)
     mean_of_squares(model, random_batch(0, 12)).backward()
     for found in world.run(double_training, F64):
         for name, want in gradients_of(model).items():
@@ -466,7 +474,7 @@ def test_evaluating_in_low_precision_leaves_weights_and_states_in_float32(world2
             assert torch.equal(after[name], value), name
 
 
-# --- F14: where sums are rounded ------------------------------------------------------------------
+# --- where sums are rounded -----------------------------------------------------------------------
 
 
 class Gain(nn.Module):
@@ -527,7 +535,7 @@ SUMS: dict[str, tuple[Policy, list[float], bool, float]] = {
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize(("policy", "microbatches", "syncs", "expected"), SUMS.values(), ids=SUMS)
-def test_f14_microbatches_add_up_in_the_dtype_asked_for(
+def test_microbatches_add_up_in_the_dtype_asked_for(
     world: World, policy: Policy, microbatches: list[float], syncs: bool, expected: float
 ) -> None:
     for dtype, gradient in world.run(sum_of_gradients, policy, microbatches, syncs):
@@ -542,7 +550,7 @@ def sum_over_ranks(policy: Policy, by_rank: list[float]) -> Tensor:
 
 
 @pytest.mark.parametrize("policy", [SPLIT, {**SPLIT, "param_dtype": F16}, {"reduce_dtype": F64}], ids=str)
-def test_f14_a_sum_over_ranks_in_float32_loses_nothing(world4: World, policy: Policy) -> None:
+def test_a_sum_over_ranks_in_float32_loses_nothing(world4: World, policy: Policy) -> None:
     for gradient in world4.run(sum_over_ranks, policy, [256.0, 1.0, 3.0, 1.0]):
         assert torch.equal(gradient, torch.full((6,), 261 / 4))
 
@@ -553,7 +561,7 @@ def test_gradients_sent_in_bfloat16_are_rounded_to_it(world2: World) -> None:
         assert torch.equal(gradient, torch.full((6,), 256.0))
 
 
-# --- F37 ------------------------------------------------------------------------------------------
+# --- parameters that some microbatches use --------------------------------------------------------
 
 
 def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
@@ -570,7 +578,7 @@ def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("uses", "late"), [([False, True], 3.0), ([True, False], 2.0), ([False, False, True], 4.0)]
 )
-def test_f37_a_parameter_first_used_in_the_last_microbatch_is_reduced_with_the_others(
+def test_a_parameter_first_used_in_the_last_microbatch_is_reduced_with_the_others(
     world: World, policy: Policy, uses: list[bool], late: float
 ) -> None:
     """Its gradient has the dtype of computation, that of the others the one they add up in."""
@@ -580,7 +588,7 @@ def test_f37_a_parameter_first_used_in_the_last_microbatch_is_reduced_with_the_o
         assert torch.equal(found["gradient of late"], torch.full((6,), late))
 
 
-# --- F22: several dtypes in one group -------------------------------------------------------------
+# --- several dtypes in one group ------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -647,7 +655,7 @@ def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, 
     ids=["nothing", "bf16_reduced_in_f32", "bf16", "reduced_in_f32", "f32"],
 )
 @pytest.mark.parametrize("make", [Mixed, Lora])
-def test_f22_parameters_of_several_dtypes_share_a_group(
+def test_parameters_of_several_dtypes_share_a_group(
     world: World, make: Callable[[], nn.Module], policy: Policy
 ) -> None:
     """Ranks see the same data, so the mean is their gradient, to a rounding of bfloat16."""
@@ -663,7 +671,7 @@ def test_f22_parameters_of_several_dtypes_share_a_group(
             torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol)
 
 
-# --- F29, F30: models that change under way -------------------------------------------------------
+# --- models that change under way -----------------------------------------------------------------
 
 FROZEN: list[tuple[str, ...]] = [("inlet",), (), ("blocks.0", "outlet"), ("blocks.1.norm", "inlet"), ()]
 
@@ -686,7 +694,7 @@ def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
-def test_f29_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
+def test_parameters_may_be_frozen_and_thawed_under_mixed_precision(world: World, policy: Policy) -> None:
     for notes in world.run(frozen_and_thawed, policy):
         for frozen, note in zip(FROZEN, notes, strict=True):
             for name, value in note["all"].items():
@@ -723,7 +731,7 @@ def converted(dtype: torch.dtype, when: str, policy: Policy) -> tuple[Any, ...]:
 @pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}], ids=str)
 @pytest.mark.parametrize("when", ["at_once", "after_forward", "after_backward"])
 @pytest.mark.parametrize("dtype", [F64, F16, BF16])
-def test_f30_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
+def test_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
     world2: World, dtype: torch.dtype, when: str, policy: Policy
 ) -> None:
     program = Program(even_tower, random_batch, float_loss, steps=1)
@@ -1142,8 +1150,7 @@ def with_policy(kind: str) -> dict[str, Any]:
         "torchs_empty": peer.MixedPrecisionPolicy(),
     }
     model = TOWER.model()
-    for module in [*model.blocks, model]:
-        fully_shard(module, mp_policy=policies[kind])
+    shard_tower(model, mp_policy=policies[kind])
     inputs = TOWER.part(0, dist.get_rank(), dist.get_world_size())
     output = model(inputs)
     (output.float() - inputs.sum(1, keepdim=True)).pow(2).mean().backward()

@@ -12,18 +12,19 @@ import pytest
 import torch
 from events import events_of, observe
 from expecttest import assert_expected_inline
-from failure_models import Chain, CheckpointedTower, Stages, Twice, block, built
+from failure_models import Chain, CheckpointedTower, Stages, Twice, block
 from harness import World
-from models import WIDTH, Block, Tower, even_tower, random_batch, uneven_tower
+from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
 from reference import adamw, mean_of_squares
 from refusals import assert_says
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from test_events import the_same_on_all_ranks
 from test_memory import WIDTH as WIDE
 from test_memory import B, Pair, unsharded_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
+from towers import backward
 
 from shardwise import CommPolicy, fully_shard, no_sync
 
@@ -85,16 +86,9 @@ class Spaced(Tower):
 
 
 def spaced(choices: Choices, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = Spaced().double()
+    model = built(Spaced, seed=0)
     policy = CommPolicy(**choices)
-    for each in model.blocks:
-        fully_shard(each, comm_policy=policy, **options)
-    return fully_shard(model, comm_policy=policy, **options)
-
-
-def step(model: nn.Module, index: int = 0) -> None:
-    model(random_batch(index, 4)).pow(2).mean().backward()
+    return shard_tower(model, comm_policy=policy, **options)
 
 
 def events_of_a_step(
@@ -104,9 +98,9 @@ def events_of_a_step(
     model = spaced(choices, **options)
     if prepare is not None:
         prepare(model)
-    step(model)
+    backward(model)
     model.events = events_of(model)
-    step(model, 1)
+    backward(model, 1)
     return [event for event in model.events if not event.startswith("reduced")]
 
 
@@ -300,18 +294,15 @@ def test_a_list_is_unsharded_as_far_as_the_limit_goes(world2: World) -> None:
     assert unsharded_at_once(log, "forward") == 2
 
 
-def train_with_lists(side: Side, choices: Choices) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@some_policies
+def test_lists_of_the_callers_change_no_number(side: Side, choices: Choices) -> None:
     model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
     if side.is_sharded:
         choose_forward(model)
         choose_backward(model)
     side.steps(model, adamw(model), range(3))
-
-
-@pytest.mark.sample(2)
-@some_policies
-def test_lists_of_the_callers_change_no_number(world2: World, choices: Choices) -> None:
-    assert_same(world2, train_with_lists, choices)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -374,7 +365,8 @@ def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) 
     assert_same(world, train, uneven_tower, choices)
 
 
-def train_mixed_policies(side: Side) -> None:
+@same_as_plain(2)
+def test_groups_may_have_policies_of_their_own(side: Side) -> None:
     """Each group has a policy of its own."""
     model = built(even_tower)
     for each, choices in zip(model.blocks, (AFTER, POLICIES[4], POLICIES[8]), strict=True):
@@ -383,40 +375,30 @@ def train_mixed_policies(side: Side) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-def test_groups_may_have_policies_of_their_own(world2: World) -> None:
-    assert_same(world2, train_mixed_policies)
+def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
+    return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
 
 
-def train_checkpointed(side: Side, where: str, reentrant: bool, choices: Choices) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(14)
+@some_policies
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside", "whole"])
+def test_recomputed_blocks_train(side: Side, where: str, reentrant: bool, choices: Choices) -> None:
     model = built(CheckpointedTower, where, reentrant)
     policy = CommPolicy(**choices)
     side.shard(*model.to_shard(), model, comm_policy=policy)
     side.steps(model, adamw(model), range(3), loss_of=loss_of_running)
 
 
-def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
-    return mean_of_squares(model.run, inputs)  # type: ignore[arg-type]
-
-
+@same_as_plain(2)
 @pytest.mark.thin(14)
 @some_policies
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", ["around", "inside", "whole"])
-def test_recomputed_blocks_train(world2: World, where: str, reentrant: bool, choices: Choices) -> None:
-    assert_same(world2, train_checkpointed, where, reentrant, choices)
-
-
-def train_stages(side: Side, reentrant: bool, choices: Choices) -> None:
+def test_recomputed_stages_of_several_groups_train(side: Side, reentrant: bool, choices: Choices) -> None:
     model = built(Stages, reentrant, (0, 1))
     side.shard(*model.to_shard(), model, comm_policy=CommPolicy(**choices))
     side.steps(model, adamw(model), range(3))
-
-
-@pytest.mark.thin(14)
-@some_policies
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_stages_of_several_groups_train(world2: World, reentrant: bool, choices: Choices) -> None:
-    assert_same(world2, train_stages, reentrant, choices)
 
 
 class Detached(nn.Module):
@@ -488,11 +470,10 @@ def test_weights_that_are_used_detached_are_there_for_their_last_use(world2: Wor
 
 def train_detached_after() -> str:
     model = built(detached)
-    for each in (*model.blocks, model):
-        fully_shard(each, comm_policy=CommPolicy(**AFTER))
-    step(model)  # whose backward shows what is recomputed: nothing is freed early yet
+    shard_tower(model, comm_policy=CommPolicy(**AFTER))
+    backward(model)  # whose backward shows what is recomputed: nothing is freed early yet
     try:
-        step(model, 1)
+        backward(model, 1)
     except RuntimeError as error:
         return str(error)
     return "trained"
@@ -503,7 +484,10 @@ def test_freeing_them_after_their_gradients_is_an_error_and_no_wrong_number(worl
         assert_says(text, "modified by an inplace operation")
 
 
-def train_microbatches(side: Side, choices: Choices) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@some_policies
+def test_microbatches_train(side: Side, choices: Choices) -> None:
     """Forwards of two microbatches before their backwards, in both orders; some without synchronisation."""
     model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
     optimizer = adamw(model)
@@ -524,13 +508,10 @@ def train_microbatches(side: Side, choices: Choices) -> None:
     side.note_parameters(model)
 
 
+@same_as_plain(2)
 @pytest.mark.sample(2)
 @some_policies
-def test_microbatches_train(world2: World, choices: Choices) -> None:
-    assert_same(world2, train_microbatches, choices)
-
-
-def train_kept(side: Side, choices: Choices) -> None:
+def test_groups_that_are_kept_through_backward_train(side: Side, choices: Choices) -> None:
     model = built(uneven_tower)
     side.shard_tower(model, comm_policy=CommPolicy(**choices), reshard_after_forward=False)
     if side.is_sharded:
@@ -545,13 +526,10 @@ def train_kept(side: Side, choices: Choices) -> None:
     side.note_parameters(model)
 
 
+@same_as_plain(2)
 @pytest.mark.sample(2)
 @some_policies
-def test_groups_that_are_kept_through_backward_train(world2: World, choices: Choices) -> None:
-    assert_same(world2, train_kept, choices)
-
-
-def penalties(side: Side, choices: Choices) -> None:
+def test_a_backward_of_a_backward_finds_its_weights(side: Side, choices: Choices) -> None:
     """A gradient of a gradient: what the first backward used is needed again by the second."""
     model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
     for index in range(2):
@@ -564,12 +542,6 @@ def penalties(side: Side, choices: Choices) -> None:
         side.note_gradients(model)
         model.zero_grad()
         side.step(model, torch.optim.SGD(model.parameters(), lr=0.01), index)
-
-
-@pytest.mark.sample(2)
-@some_policies
-def test_f27_a_backward_of_a_backward_finds_its_weights(world2: World, choices: Choices) -> None:
-    assert_same(world2, penalties, choices)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -609,9 +581,10 @@ class Recomputed(nn.Module):
         return x
 
 
-def train_recomputed(side: Side, quiet: int) -> None:
-    torch.manual_seed(4)
-    model = Recomputed().double()
+@same_as_plain(2)
+@pytest.mark.parametrize("quiet", [0, 1])
+def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(side: Side, quiet: int) -> None:
+    model = built(Recomputed, seed=4)
     policy = CommPolicy(backward_prefetch="after")
     side.shard(*model.blocks, model, comm_policy=policy)
     optimizer = adamw(model)
@@ -624,8 +597,3 @@ def train_recomputed(side: Side, quiet: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
-
-
-@pytest.mark.parametrize("quiet", [0, 1])
-def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(world2: World, quiet: int) -> None:
-    assert_same(world2, train_recomputed, quiet)

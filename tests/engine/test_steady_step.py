@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness import World
-from models import even_tower, random_batch
+from models import even_tower, random_batch, shard_tower
 from reference import mean_of_squares
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy
 from shardwise.optim import FlatOptimizer
 
 WAIT_FOR_A_DEVICE = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
@@ -36,9 +36,7 @@ def operators_of_steps(dtype: torch.dtype | None) -> list[list[str]]:
     torch.manual_seed(0)
     model = even_tower()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard_tower(model, mp_policy=policy)
     optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
     of_steps = []
     for step in range(8):

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import built
 from harness import World
 from meshed import refusal
-from models import even_tower
+from models import built, even_tower
 from reference import mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import nn
 
 from shardwise.optim import FlatOptimizer
@@ -68,7 +67,10 @@ class Two(nn.Module):
         return getattr(self, which)(x)
 
 
-def what_has_no_gradient_is_not_changed(side: Side, how: dict[str, Any]) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+def test_what_was_left_out_of_the_step_still_has_its_backward(side: Side, how: dict[str, Any]) -> None:
     """One tower is stepped between the forward and the backward of the other, by the optimizer of both."""
     model = built(Two)
     side.shard(*model.first.blocks, model.first, *model.second.blocks, model.second, model)
@@ -87,13 +89,9 @@ def what_has_no_gradient_is_not_changed(side: Side, how: dict[str, Any]) -> None
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
-def test_what_was_left_out_of_the_step_still_has_its_backward(world2: World, how: dict[str, Any]) -> None:
-    assert_same(world2, what_has_no_gradient_is_not_changed, how)
-
-
-def compiled_step(side: Side) -> None:
+@same_as_plain(2)
+@pytest.mark.slow
+def test_the_step_may_be_compiled(side: Side) -> None:
     """Of parameters that are kept unsharded: a step of the optimizer tells that they are stale."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=False)
     if side.is_sharded:
@@ -107,11 +105,6 @@ def compiled_step(side: Side) -> None:
         side.note_mean("loss", loss)
         step()
     side.note_parameters(model)
-
-
-@pytest.mark.slow
-def test_the_step_may_be_compiled(world2: World) -> None:
-    assert_same(world2, compiled_step)
 
 
 def penalty_before_a_step(how: dict[str, Any], is_flat: bool) -> str:

@@ -143,7 +143,7 @@ def assert_goes_on(ended: Run, kills: list[Kill]) -> None:
 
 
 @pytest.mark.slow
-def test_f43_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
+def test_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
     kills = random_kills(seed=0, count=3)
     ended = run(tmp_path, 2, kills)
     assert losses_of(ended) == unbroken
@@ -164,7 +164,7 @@ WHILE_SAVING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starts", WHILE_SAVING)
-def test_f43_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
+def test_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
     ended = run(tmp_path, 2, list(starts))
     assert losses_of(ended) == unbroken
     assert ended.starts == [0, *starts.values()], ended.output
@@ -173,7 +173,7 @@ def test_f43_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[
 
 
 @pytest.mark.slow
-def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, then one, then two again, each killed at a checkpoint but for the last."""
     whole = losses_of(run(tmp_path / "unbroken", 1, [], saves=False, dropout=False))
     folder = tmp_path / "moved"
@@ -190,7 +190,7 @@ def test_f43_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("whom", "code"), [("rank", 0), ("torchrun", 1)])
-def test_f43_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int) -> None:
+def test_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int) -> None:
     """By a scheduler that needs the place: one rank hears of it, or torchrun, which tells all of its."""
     stopped = run(tmp_path, 2, [], term=(1, "backward", 6, whom))
     assert (stopped.return_code != 0) == bool(code), stopped.output
@@ -208,7 +208,7 @@ def test_f43_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int
 @pytest.mark.parametrize(
     ("strategy", "seed"), [("ddp", 1), ("zero1", 2), ("zero2", 3), ("zero3", 4), ("zero3", 5)]
 )
-def test_f43_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) -> None:
+def test_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) -> None:
     options = (f"--strategy={strategy}",)
     whole = losses_of(run(tmp_path / "unbroken", 2, [], saves=False, options=options))
     kills = random_kills(seed, count=6)

@@ -13,7 +13,7 @@ import torch.distributed._composable.fsdp as composable
 import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch
 from reference import full
 from refusals import wrapped
 from torch import nn
@@ -151,8 +151,7 @@ def trained(model: nn.Module) -> nn.Module:
 
 
 def plain_tower() -> Tower:
-    torch.manual_seed(0)
-    return Tower().double()
+    return built(Tower, seed=0)
 
 
 def trained_by_torchs_names(policies: str, installed: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import WorkerError, World
+from models import built
 from pipelines import (
     Pipeline,
     Stage,
@@ -169,8 +170,7 @@ class CountsForwards(InstalledStage):
 
 
 def steps_of_a_derived_stage(is_sharded: bool) -> tuple[int, bool, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    module = Stage().double()
+    module = built(Stage, seed=0)
     if is_sharded:
         fully_shard(module)
     stage = CountsForwards(module, 0, 1, torch.device("cpu"))
@@ -183,8 +183,7 @@ def steps_of_a_derived_stage(is_sharded: bool) -> tuple[int, bool, dict[str, tor
 
 
 def test_a_derived_stage_keeps_its_methods_and_torchs_where_nothing_is_sharded(world1: World) -> None:
-    torch.manual_seed(0)
-    module = Stage().double()
+    module = built(Stage, seed=0)
     for step in range(2):
         x, target = batch_of(step)
         mean_of_squares(module(x), target).backward()

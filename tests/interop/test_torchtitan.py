@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import World
 from launch import run_job
+from models import built
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,8 +55,7 @@ class Decoder(nn.Module):
 
 def trained(is_sharded: bool, is_tied: bool) -> dict[str, Any]:
     """Two steps on sums of losses: torchtitan divides by the tokens of all ranks itself."""
-    torch.manual_seed(0)
-    model = Decoder(is_tied).double()
+    model = built(Decoder, is_tied, seed=0)
     rows = slice(None)
     if is_sharded:
         with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from events import observe
 from expecttest import assert_expected_inline
 from harness import World
-from models import SquareBlock, even_tower, random_batch
+from models import SquareBlock, even_tower, random_batch, shard_tower
 from reference import mean_of_squares
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
@@ -51,9 +51,7 @@ def stack(*, replicates: bool = False, **options: Any) -> Any:
     if replicates:
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = Stack()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_tower(model, **options)
 
 
 def batch() -> Tensor:
@@ -619,10 +617,11 @@ def test_what_has_no_values_takes_no_memory(world2: World) -> None:
 
 
 def test_totals_are_sums_and_nothing_can_be_changed() -> None:
-    group = GroupSnapshot("a", ("a",), "sharded", None, "empty", 1, 2, 4, 8, 16)
-    snapshot = MemorySnapshot((group, replace(group, reduced_gradient_bytes=0)))
+    names = [field.name for field in fields(GroupSnapshot) if field.name.endswith("_bytes")]
+    sizes = dict(zip(names, (1, 2, 4, 8, 16), strict=True))
+    group = GroupSnapshot("a", ("a",), "sharded", None, "empty", **sizes)
+    snapshot = MemorySnapshot.of((group, replace(group, reduced_gradient_bytes=0)))
     assert group.total_bytes == 31
-    names = [field.name for field in fields(group) if field.name.endswith("_bytes")]
     assert [getattr(snapshot, name) for name in names] == [2, 4, 8, 16, 16]
     assert snapshot.total_bytes == 46
     with pytest.raises(FrozenInstanceError):

@@ -4,9 +4,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from failure_models import built
 from harness import World
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import mean_of_squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

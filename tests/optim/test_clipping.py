@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from failure_models import Tied
 from harness import World
-from meshed import Layout, assert_all_same, gradients_of, layout_inputs, refusal
-from models import WIDTH, Block, even_tower, random_batch, uneven_tower
+from meshed import Layout, gradients_of, layout_inputs, refusal
+from models import WIDTH, Block, built, even_tower, random_batch, shard_tower, uneven_tower
 from reference import full, mean_of_squares
 from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
 from torch import Tensor, nn
@@ -62,13 +63,11 @@ TALL = Layout((4, 1))  # hybrid without anything to shard over
 
 
 def tower(layout: Layout | None, build: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    torch.manual_seed(1234)
-    model = build().double()
+    model = built(build)
     if layout is not None:
         if layout.names == ("replicate",):
             options["dp_mesh_dims"] = shardwise.DataParallelMeshDims(replicate="replicate")
-        for module in [*model.blocks, model]:
-            fully_shard(module, mesh=layout.mesh(), **options)
+        shard_tower(model, mesh=layout.mesh(), **options)
     return model
 
 
@@ -93,7 +92,7 @@ def test_replicas_count_once(world4: World, layout: Layout) -> None:
     assert_all_same(world4.run(clipped_tower, layout, uneven_tower), clipped_tower(None, uneven_tower))
 
 
-def test_f38_gradients_kept_on_the_host_are_clipped(world2: World) -> None:
+def test_gradients_kept_on_the_host_are_clipped(world2: World) -> None:
     offload = shardwise.CPUOffloadPolicy(pin_memory=False)
     ranks = world2.run(clipped_tower, LINES[2], uneven_tower, offload_policy=offload)
     assert_all_same(ranks, clipped_tower(None, uneven_tower))
@@ -141,8 +140,7 @@ class Everything(nn.Module):
 
 
 def everything(layout: Layout | None) -> nn.Module:
-    torch.manual_seed(1234)
-    model = Everything().double()
+    model = built(Everything)
     if layout is None:
         return model
     split_mlps_of(model, layout.mesh()["tp"])
@@ -173,7 +171,7 @@ def clipped_everything(layout: Layout | None) -> dict[str, Any]:
     return noted(model.parameters(), KINDS, layout is not None)
 
 
-def test_f38_one_model_may_lie_on_all_kinds_of_meshes(world4: World) -> None:
+def test_one_model_may_lie_on_all_kinds_of_meshes(world4: World) -> None:
     assert_all_same(world4.run(clipped_everything, TWO_D), clipped_everything(None))
 
 
@@ -219,7 +217,7 @@ ROWS = (Shard(0),)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
-def test_f11_shards_may_be_empty(world: World) -> None:
+def test_shards_may_be_empty(world: World) -> None:
     """Ranks without rows have no largest number; all ranks still finish, with the same norm."""
     line = LINES[world.size]
     assert_clipped_as_plain(world, [Given((rows, 2), line, ROWS) for rows in (1, 2, 3)])
@@ -239,11 +237,11 @@ MIXED = [
 ]
 
 
-def test_f38_placements_on_any_meshes_go_together(world4: World) -> None:
+def test_placements_on_any_meshes_go_together(world4: World) -> None:
     assert_clipped_as_plain(world4, MIXED)
 
 
-def test_f38_dtypes_go_together(world4: World) -> None:
+def test_dtypes_go_together(world4: World) -> None:
     """To the rounding of bfloat16: torch computes its norms in that."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     givens = [Given((40, 5), LINES[4], ROWS, dtype) for dtype in dtypes] + [Given((9,), dtype=torch.bfloat16)]
@@ -781,8 +779,7 @@ def test_a_gradient_off_the_mesh_of_its_parameter_is_refused(world2: World) -> N
 def clipped_before_sharding() -> str:
     model = even_tower()
     params = list(model.parameters())
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=LINES[1].mesh())
+    shard_tower(model, mesh=LINES[1].mesh())
     return refusal(clip_grad_norm_, params, 1.0)
 
 
@@ -857,8 +854,7 @@ def test_inf_as_limit_measures_and_changes_nothing() -> None:
 
 
 def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
-    torch.manual_seed(1234)
-    embed = nn.Embedding(9, 4, sparse=is_sharded).double()
+    embed = built(nn.Embedding, 9, 4, sparse=is_sharded)
     embed(torch.tensor([1, 5, 1, 1])).pow(2).sum().backward()
     (other,) = params_of([Given((5, 3), LINES[2], ROWS)], is_sharded)
     clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
@@ -958,7 +954,7 @@ def clipped_on_the_gpu() -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_f38_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
+def test_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
     plain = tower(None, even_tower)
     mean_of_squares(plain, random_batch(0, 12)).backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

@@ -1,6 +1,7 @@
 """The step on flat shards: the same numbers as without it, whatever happens to parameters between steps.
 
 The reference is plain PyTorch in one process; where torch's optimizer steps on DTensors, to the bit as well.
+Scenarios step plainly there and flat on the ranks: `kind.run(side.is_sharded)`.
 """
 
 import copy
@@ -20,23 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from arrangements import Way
-from checkpointing import (
-    HALF,
-    Net,
-    Run,
-    assert_same,
-    by_block,
-    everything,
-    first_half,
-    second_half,
-    uninterrupted,
-)
+from checkpointing import HALF, Net, Run, by_block, everything, first_half, second_half, uninterrupted
+from comparing import assert_all_same
 from dynamo import quiet_dynamo
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
-from models import random_batch
+from models import built, random_batch, shard_tower
 from reference import OptimizerByName, full
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -101,7 +94,7 @@ def trained(run: Run, steps: int = 4) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind_steps_as_in_plain_pytorch(world2: World, kind: Kind) -> None:
     want = trained(kind.run(is_flat=False))
-    assert_same(world2.run(trained, kind.run()), want, 1e-10)
+    assert_all_same(world2.run(trained, kind.run()), want, 1e-10)
 
 
 def steps_dtensors(kind: Kind) -> bool:
@@ -116,7 +109,7 @@ def test_every_kind_steps_as_on_dtensors_to_the_bit(world2: World, kind: Kind) -
     # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
     atol = 1e-13 if "fused" in kind.options else 0.0
     for got, expected in zip(world2.run(trained, kind.run()), want, strict=True):
-        assert_same([got], expected, atol)
+        assert_all_same([got], expected, atol)
 
 
 def forms(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -185,16 +178,14 @@ WAYS = [
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(f"world{way.ranks}")
     want = trained_in(None, way.build, is_flat=False)
-    assert_same(world.run(trained_in, way, way.build, is_flat=True), want, 1e-10)
+    assert_all_same(world.run(trained_in, way, way.build, is_flat=True), want, 1e-10)
 
 
 def trained_in_low_precision(is_flat: bool, options: dict[str, Any], name: str) -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     model = Net()
     policy = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard_tower(model, mp_policy=policy)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05)
     optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
     for step in range(3):
@@ -215,12 +206,13 @@ def test_mixed_precision_changes_nothing(world2: World, options: dict[str, Any],
     """To the bit, also where gradients are kept in bfloat16 and weights are float32."""
     want = world2.run(trained_in_low_precision, False, options, name)
     for got, expected in zip(world2.run(trained_in_low_precision, True, options, name), want, strict=True):
-        assert_same([got[0]], expected[0], 0.0)
+        assert_all_same([got[0]], expected[0], 0.0)
         assert got[1] == {torch.bfloat16 if "keep_low_precision_grads" in options else torch.float32}
 
 
-def trained_with_clipping(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2)
+def test_gradients_may_add_up_be_zeroed_and_be_clipped(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     for number in range(4):
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -232,10 +224,6 @@ def trained_with_clipping(is_flat: bool) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     return everything(model, optimizer)
-
-
-def test_gradients_may_add_up_be_zeroed_and_be_clipped(world2: World) -> None:
-    assert_same(world2.run(trained_with_clipping, True), trained_with_clipping(False), 1e-10)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -303,7 +291,7 @@ def test_without_eps_padding_is_left_out(world2: World) -> None:
     """There 0 / 0 would be written into it."""
     kind = Kind("Adam", {"eps": 0.0})
     assert world2.run(padding_after_steps, kind) == [[0, 0, 0]] * 2
-    assert_same(world2.run(trained, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(trained, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
 
 
 def number_of_plans(run: Run) -> int:
@@ -420,7 +408,7 @@ def memory_while_state_is_replaced() -> bool:
         for key in values:
             values[key] = values[key].clone()
     is_freed = not optimizer._shown_views and not optimizer._flat_state and optimizer._plan is None
-    assert_same([local_state()], before, 0.0)
+    assert_all_same([local_state()], before, 0.0)
     return is_freed
 
 
@@ -456,7 +444,7 @@ GAPPED = [
 @pytest.mark.parametrize("kind", GAPPED, ids=str)
 def test_parameters_without_gradient_are_skipped(world2: World, kind: Kind) -> None:
     want = trained_with_gaps(kind.run(is_flat=False), 7)
-    assert_same(world2.run(trained_with_gaps, kind.run(), 7), want, 1e-10)
+    assert_all_same(world2.run(trained_with_gaps, kind.run(), 7), want, 1e-10)
 
 
 def frozen_and_thawed(is_flat: bool) -> tuple[dict[str, Any], Any]:
@@ -476,11 +464,12 @@ def frozen_and_thawed_flat() -> dict[str, Any]:
 
 
 def test_parameters_may_be_frozen_and_thawed(world2: World) -> None:
-    assert_same(world2.run(frozen_and_thawed_flat), frozen_and_thawed(False)[0], 1e-10)
+    assert_all_same(world2.run(frozen_and_thawed_flat), frozen_and_thawed(False)[0], 1e-10)
 
 
-def steps_without_any_gradient(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2)
+def test_a_step_without_gradients_does_nothing(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     optimizer.step()
     assert not optimizer.state
@@ -491,13 +480,10 @@ def steps_without_any_gradient(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_a_step_without_gradients_does_nothing(world2: World) -> None:
-    assert_same(world2.run(steps_without_any_gradient, True), steps_without_any_gradient(False), 1e-10)
-
-
-def replaced_gradients(is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2)
+def test_gradients_may_be_replaced(side: Side) -> dict[str, Any]:
     """A DTensor of the caller's own, one that is replicated, and one of all of them."""
-    run = Kind("AdamW").run(is_flat)
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     for number in range(4):
         optimizer.zero_grad()
@@ -513,13 +499,10 @@ def replaced_gradients(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_gradients_may_be_replaced(world2: World) -> None:
-    assert_same(world2.run(replaced_gradients, True), replaced_gradients(False), 1e-10)
-
-
-def a_replaced_gradient_after_steps(is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2)
+def test_a_gradient_may_be_replaced_after_steps(side: Side) -> dict[str, Any]:
     """Of a parameter that is alone in its run, whose gradient has no neighbours to be told by."""
-    run = Kind("AdamW").run(is_flat)
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     optimizer.zero_grad()
@@ -530,11 +513,6 @@ def a_replaced_gradient_after_steps(is_flat: bool) -> dict[str, Any]:
     optimizer.step()
     run.train(model, optimizer, 3)
     return everything(model, optimizer)
-
-
-def test_a_gradient_may_be_replaced_after_steps(world2: World) -> None:
-    want = a_replaced_gradient_after_steps(False)
-    assert_same(world2.run(a_replaced_gradient_after_steps, True), want, 1e-10)
 
 
 def gradients_in_memory_of_their_own(how: str) -> list[list[int]]:
@@ -599,9 +577,12 @@ class Mixed(nn.Module):
         return (x + other) @ tall.t()
 
 
-def mixed_run(is_flat: bool, options: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Mixed().double()
+@same_as_plain(2)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_plain_parameters_and_other_dtensors_are_stepped_beside(
+    side: Side, options: dict[str, Any]
+) -> dict[str, Any]:
+    model = built(Mixed, seed=0)
     if dist.is_initialized():
         mesh = device_mesh((dist.get_world_size(),), ("shard",))
         model.other = nn.Parameter(distribute_tensor(model.other.detach(), mesh, [Replicate()]))
@@ -611,19 +592,12 @@ def mixed_run(is_flat: bool, options: dict[str, Any]) -> dict[str, Any]:
         warnings.filterwarnings("ignore", message=".*ignored_params contains trainable")  # of the same batch
         fully_shard(model, mesh=mesh, ignored_params=ignored)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-    optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
+    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
     for step in range(3):
         optimizer.zero_grad()
         model(random_batch(step, 6, 6)).pow(2).mean().backward()
         optimizer.step()
     return everything(model, optimizer)
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_plain_parameters_and_other_dtensors_are_stepped_beside(
-    world2: World, options: dict[str, Any]
-) -> None:
-    assert_same(world2.run(mixed_run, True, options), mixed_run(False, options), 1e-10)
 
 
 def of_a_tensor_subclass(is_flat: bool) -> list[Tensor]:
@@ -672,13 +646,14 @@ def grouped(is_flat: bool) -> tuple[dict[str, Any], Any]:
 def test_runs_are_cut_where_groups_differ(world2: World) -> None:
     want, _ = grouped(False)
     for got, runs in world2.run(grouped, True):
-        assert_same([got], want, 1e-10)
+        assert_all_same([got], want, 1e-10)
         assert runs == [2] * 5  # weights and biases of a block lie apart, by size
 
 
-def members_change(is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2)
+def test_members_of_a_group_may_change(side: Side) -> dict[str, Any]:
     """One parameter leaves its group for two steps and comes back, with what it had."""
-    run = Kind("AdamW").run(is_flat)
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     params = optimizer.param_groups[0]["params"]
@@ -691,15 +666,12 @@ def members_change(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_members_of_a_group_may_change(world2: World) -> None:
-    assert_same(world2.run(members_change, True), members_change(False), 1e-10)
-
-
 # --- the user's side ------------------------------------------------------------------------------
 
 
-def hyperparameters_change(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW", {"lr": 0.05}).run(is_flat)
+@same_as_plain(2)
+def test_hyperparameters_are_followed(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW", {"lr": 0.05}).run(side.is_sharded)
     model, optimizer = run.start(1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)  # and betas
     for number in range(4):
@@ -709,10 +681,6 @@ def hyperparameters_change(is_flat: bool) -> dict[str, Any]:
     optimizer.param_groups[0]["lr"] = torch.tensor(0.01, dtype=torch.float64)
     run.train(model, optimizer, 4)
     return everything(model, optimizer)
-
-
-def test_hyperparameters_are_followed(world2: World) -> None:
-    assert_same(world2.run(hyperparameters_change, True), hyperparameters_change(False), 1e-10)
 
 
 def hooks_see() -> list[str]:
@@ -768,8 +736,9 @@ def test_hooks_of_all_optimizers_run_as_well() -> None:
     assert seen == [optimizer] * 3
 
 
-def with_a_closure(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2)
+def test_a_closure_is_called_and_its_loss_returned(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     losses = []
     for number in range(3):
@@ -785,12 +754,11 @@ def with_a_closure(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_a_closure_is_called_and_its_loss_returned(world2: World) -> None:
-    assert_same(world2.run(with_a_closure, True), with_a_closure(False), 1e-10)
-
-
-def with_a_scaler(is_flat: bool, options: dict[str, Any]) -> dict[str, Any]:
-    run = Kind("AdamW", {"lr": 0.05} | options).run(is_flat)
+@same_as_plain(2)
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_a_grad_scaler_skips_steps(side: Side, options: dict[str, Any]) -> dict[str, Any]:
+    """A fused optimizer is handed scale and infinities, and takes care of them itself."""
+    run = Kind("AdamW", {"lr": 0.05} | options).run(side.is_sharded)
     model, optimizer = run.start(1)
     kind = shardwise.GradScaler if dist.is_initialized() else torch.amp.GradScaler
     scaler = kind("cpu", init_scale=2.0**10)
@@ -805,12 +773,6 @@ def with_a_scaler(is_flat: bool, options: dict[str, Any]) -> dict[str, Any]:
     return everything(model, optimizer) | {"scale": scaler.get_scale()}
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
-def test_a_grad_scaler_skips_steps(world2: World, options: dict[str, Any]) -> None:
-    """A fused optimizer is handed scale and infinities, and takes care of them itself."""
-    assert_same(world2.run(with_a_scaler, True, options), with_a_scaler(False, options), 1e-10)
-
-
 def a_step_between_forward_and_backward(how: dict[str, Any]) -> str:
     run = Kind("SGD", {"lr": 0.1} | how).run(build=Even, shard=kept_unsharded)
     model, optimizer = run.start(1)
@@ -823,9 +785,7 @@ def a_step_between_forward_and_backward(how: dict[str, Any]) -> str:
 
 
 def kept_unsharded(model: nn.Module, layout: Layout | None) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=False)
-    return fully_shard(model, reshard_after_forward=False)
+    return shard_tower(model, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
@@ -836,8 +796,22 @@ def test_autograd_knows_that_a_step_has_changed_the_weights(world2: World, how: 
 # --- parameters that move -------------------------------------------------------------------------
 
 
-def moved(how: str, is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2, atol=1e-6)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cast",
+        "cast, and a gradient",
+        "unsharded",
+        "averaged",
+        "replaced",
+        "replaced, after a backward",
+        "loaded",
+    ],
+)
+def test_parameters_may_move(side: Side, how: str) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     is_sharded = dist.is_initialized()
@@ -876,26 +850,10 @@ def moved(how: str, is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cast",
-        "cast, and a gradient",
-        "unsharded",
-        "averaged",
-        "replaced",
-        "replaced, after a backward",
-        "loaded",
-    ],
-)
-def test_parameters_may_move(world2: World, how: str) -> None:
-    assert_same(world2.run(moved, how, True), moved(how, False), 1e-6 if "cast" in how else 1e-10)
-
-
-def converted(is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2, atol=1e-6)
+def test_models_may_be_converted(side: Side) -> dict[str, Any]:
     """To another dtype for good: the flat shards are laid out anew, with other padding."""
-    run = Kind("SGD", {"lr": 0.1}).run(is_flat)
+    run = Kind("SGD", {"lr": 0.1}).run(side.is_sharded)
     model, optimizer = run.start(1)
     for number, dtype in enumerate([torch.float64, torch.float64, torch.float32, torch.float32]):
         model.to(dtype)
@@ -905,14 +863,9 @@ def converted(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_models_may_be_converted(world2: World) -> None:
-    assert_same(world2.run(converted, True), converted(False), 1e-6)
-
-
 def sharded_around_later() -> dict[str, Any]:
     run = Kind("AdamW").run()
-    torch.manual_seed(1)
-    model = Net().double()
+    model = built(Net, seed=1)
     for block in model.blocks:
         fully_shard(block)
     optimizer = FlatOptimizer(torch.optim.AdamW([p for b in model.blocks for p in b.parameters()], lr=0.05))
@@ -928,8 +881,7 @@ def sharded_around_later() -> dict[str, Any]:
 
 def the_same_plainly() -> dict[str, Any]:
     run = Run()
-    torch.manual_seed(1)
-    model = Net().double()
+    model = built(Net, seed=1)
     optimizer = torch.optim.AdamW([p for b in model.blocks for p in b.parameters()], lr=0.05)
     model.blocks[0](random_batch(0, 6, 6)).pow(2).mean().backward()
     optimizer.step()
@@ -940,21 +892,18 @@ def the_same_plainly() -> dict[str, Any]:
 
 
 def test_more_may_be_sharded_later(world2: World) -> None:
-    assert_same(world2.run(sharded_around_later), the_same_plainly(), 1e-10)
+    assert_all_same(world2.run(sharded_around_later), the_same_plainly(), 1e-10)
 
 
-def copied_and_pickled(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2)
+def test_model_and_optimizer_may_be_copied_together(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     model, optimizer = copy.deepcopy((model, optimizer))
     run.train(model, optimizer, 2)
     assert isinstance(optimizer, torch.optim.AdamW)
     return everything(model, optimizer)
-
-
-def test_model_and_optimizer_may_be_copied_together(world2: World) -> None:
-    assert_same(world2.run(copied_and_pickled, True), copied_and_pickled(False), 1e-10)
 
 
 def test_it_is_pickled_as_what_it_is(world1: World) -> None:
@@ -983,7 +932,7 @@ def continued(run: Run, path: str, saver: str, loader: str) -> bool:
     shardwise.load_checkpoint(path, other, fresh)
     run.train(model, optimizer, HALF)
     run.train(other, fresh, HALF)
-    assert_same([everything(other, fresh)], everything(model, optimizer), 0.0)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
     return True
 
 
@@ -999,7 +948,7 @@ def test_checkpoints_do_not_know(world2: World, world3: World, tmp_path: Path, p
     world2.run(first_half, saved)
     loading = replace(saved, optimizer=OPTIMIZERS[pair[1]])
     want = uninterrupted(replace(run, optimizer=torch.optim.AdamW))
-    assert_same(world3.run(second_half, loading), want, 1e-10)
+    assert_all_same(world3.run(second_half, loading), want, 1e-10)
 
 
 def state_dicts_cross_over(first: str, second: str) -> bool:
@@ -1013,7 +962,7 @@ def state_dicts_cross_over(first: str, second: str) -> bool:
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run.train(model, optimizer, HALF)
     run.train(other, fresh, HALF)
-    assert_same([everything(other, fresh)], everything(model, optimizer), 0.0)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
     return True
 
 
@@ -1035,7 +984,7 @@ def state_shared_with_another() -> bool:
     fresh.load_state_dict(optimizer.state_dict())
     before = everything(model, optimizer)
     run.train(other, fresh, 2)
-    assert_same([everything(model, optimizer)], before, 0.0)
+    assert_all_same([everything(model, optimizer)], before, 0.0)
     return True
 
 
@@ -1057,7 +1006,7 @@ def full_states(is_flat: bool) -> dict[str, Any]:
 
 
 def test_full_states_go_in_and_out(world2: World) -> None:
-    assert_same(world2.run(full_states, True), trained(Kind("AdamW").run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(full_states, True), trained(Kind("AdamW").run(is_flat=False)), 1e-10)
 
 
 def through_torchs_recipe(path: str) -> dict[str, Any]:
@@ -1079,11 +1028,12 @@ def test_torchs_checkpoints_work(world2: World, tmp_path: Path) -> None:
     want = trained(Kind("AdamW").run(is_flat=False))
     for got in world2.run(through_torchs_recipe, str(tmp_path / "checkpoint")):
         got.pop("inlet.bias step", None)  # torch's recipe gives state to what has had no gradient
-        assert_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
+        assert_all_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
 
 
-def state_changed_by_hand(is_flat: bool) -> dict[str, Any]:
-    run = Kind("AdamW").run(is_flat)
+@same_as_plain(2)
+def test_state_may_be_changed_by_hand(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW").run(side.is_sharded)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     first, second, third, *_ = [p for p in model.parameters() if p.requires_grad]
@@ -1099,10 +1049,6 @@ def state_changed_by_hand(is_flat: bool) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def test_state_may_be_changed_by_hand(world2: World) -> None:
-    assert_same(world2.run(state_changed_by_hand, True), state_changed_by_hand(False), 1e-10)
-
-
 def with_state_on_the_host(run: Run) -> dict[str, Any]:
     model, optimizer = run.start(1)
     shardwise.optim.offload_optimizer_state(optimizer, pin_memory=False)
@@ -1112,21 +1058,18 @@ def with_state_on_the_host(run: Run) -> dict[str, Any]:
 
 def test_offloaded_state_works(world2: World) -> None:
     kind = Kind("AdamW")
-    assert_same(world2.run(with_state_on_the_host, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
+    assert_all_same(world2.run(with_state_on_the_host, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
 
 
-def taken_over_after_steps(is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2)
+def test_an_optimizer_may_have_made_steps_before(side: Side) -> dict[str, Any]:
     run = Kind("AdamW").run(is_flat=False)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
-    if is_flat:
+    if side.is_sharded:
         optimizer = FlatOptimizer(optimizer)
     run.train(model, optimizer, 2)
     return everything(model, optimizer)
-
-
-def test_an_optimizer_may_have_made_steps_before(world2: World) -> None:
-    assert_same(world2.run(taken_over_after_steps, True), taken_over_after_steps(False), 1e-10)
 
 
 # --- anything, in any order -----------------------------------------------------------------------
@@ -1197,13 +1140,20 @@ ACTIONS = [
 ]
 
 
-def many_things(run: Run, seed: int, is_flat: bool) -> dict[str, Any]:
+@same_as_plain(2, atol=1e-7)  # averages that are set to zero by hand make small differences large
+@pytest.mark.parametrize("kind", [GAPPED[0], GAPPED[2], Kind("NAdam")], ids=str)
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(i, marks=pytest.mark.slow) for i in range(5, 16))]
+)
+@pytest.mark.thin(10923)
+def test_anything_may_happen_between_steps(side: Side, kind: Kind, seed: int) -> dict[str, Any]:
+    run = kind.run(is_flat=False)
     random = Random(seed)
     model, _ = run.start(1)
     params = list(model.parameters())
     groups = [{"params": params[:5]}, {"params": params[5:], "lr": 0.01}]
     optimizer: Any = run.optimizer(groups, **run.options)
-    optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
+    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
     for number in range(12):
         optimizer.zero_grad(set_to_none=random.random() < 0.8)
         run.loss(model, number).backward()
@@ -1213,17 +1163,6 @@ def many_things(run: Run, seed: int, is_flat: bool) -> dict[str, Any]:
             move_shards(Random(seed), model, optimizer)
         run.train(model, optimizer, number, 1)
     return everything(model, optimizer)
-
-
-@pytest.mark.parametrize("kind", [GAPPED[0], GAPPED[2], Kind("NAdam")], ids=str)
-@pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(i, marks=pytest.mark.slow) for i in range(5, 16))]
-)
-@pytest.mark.thin(10923)
-def test_anything_may_happen_between_steps(world2: World, kind: Kind, seed: int) -> None:
-    run = kind.run(is_flat=False)
-    # Averages that are set to zero by hand make small differences large.
-    assert_same(world2.run(many_things, run, seed, True), many_things(run, seed, False), 1e-7)
 
 
 # --- other classes, and what is refused -----------------------------------------------------------
@@ -1257,15 +1196,12 @@ def lion(params: Any, is_flat: bool = True, **options: Any) -> torch.optim.Optim
     return FlatOptimizer(optimizer, elementwise=True) if is_flat else optimizer
 
 
-def trained_by_lion(is_flat: bool) -> dict[str, Any]:
-    run = Run(optimizer=partial(lion, is_flat=is_flat), options={"lr": 0.01})
+@same_as_plain(2)
+def test_other_classes_are_admitted_by_an_argument(side: Side) -> dict[str, Any]:
+    run = Run(optimizer=partial(lion, is_flat=side.is_sharded), options={"lr": 0.01})
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0, 4)
     return everything(model, optimizer) | {"count": optimizer.param_groups[0]["count"]}
-
-
-def test_other_classes_are_admitted_by_an_argument(world2: World) -> None:
-    assert_same(world2.run(trained_by_lion, True), trained_by_lion(False), 1e-10)
 
 
 def test_what_is_no_elementwise_optimizer_is_refused() -> None:
@@ -1321,7 +1257,7 @@ def refused_in_a_step() -> list[str]:
     del optimizer.param_groups[0]["params"][-1]
     after = everything(model, optimizer)
     after["blocks.0.up.weight exp_avg"] = before["blocks.0.up.weight exp_avg"]
-    assert_same([after], before, 0.0)
+    assert_all_same([after], before, 0.0)
     return texts
 
 
@@ -1396,8 +1332,9 @@ def sign_momentum(params: Any, is_flat: bool = True, **options: Any) -> torch.op
     return FlatOptimizer(optimizer, elementwise=True) if is_flat else optimizer
 
 
-def trained_by_sign_momentum(is_flat: bool) -> dict[str, Any]:
-    run = Run(optimizer=partial(sign_momentum, is_flat=is_flat), options={"lr": 0.01})
+@same_as_plain(2)
+def test_a_class_behind_an_abstract_one_is_stepped_flat(side: Side) -> dict[str, Any]:
+    run = Run(optimizer=partial(sign_momentum, is_flat=side.is_sharded), options={"lr": 0.01})
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0, 3)
     state = optimizer.state_dict()
@@ -1405,13 +1342,9 @@ def trained_by_sign_momentum(is_flat: bool) -> dict[str, Any]:
     optimizer.load_state_dict(state)
     assert isinstance(optimizer, SignMomentum)
     assert optimizer.param_groups[0]["beta"] == 0.5  # by the __setstate__ of its class
-    assert repr(optimizer).startswith("FlatOptimizer(SignMomentum (" if is_flat else "SignMomentum (")
+    assert repr(optimizer).startswith("FlatOptimizer(SignMomentum (" if side.is_sharded else "SignMomentum (")
     run.train(model, optimizer, 3, 3)
     return everything(model, optimizer)
-
-
-def test_a_class_behind_an_abstract_one_is_stepped_flat(world2: World) -> None:
-    assert_same(world2.run(trained_by_sign_momentum, True), trained_by_sign_momentum(False), 1e-10)
 
 
 class Wrapper(torch.optim.Optimizer):

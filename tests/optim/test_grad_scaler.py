@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_all_same
 from harness import World
-from meshed import Layout, assert_all_same, layout_inputs, parameters_of, seat, whole
+from meshed import Layout, layout_inputs, parameters_of, seat, whole
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing import Run, assert_same, first_half, second_half
+from arrangements import world_of
+from checkpointing import Run, first_half, second_half
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
-from models import random_batch
+from models import built, random_batch, shard_tower
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -137,8 +139,7 @@ class Spread:
         return f"{'tied_' if self.is_tied else ''}{self.kind}_{self.ranks}"
 
     def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        model = Model().double()
+        model = built(Model, seed=0)
         if self.is_tied:
             first, second = model.blocks
             second.up.weight = first.up.weight  # type: ignore[union-attr]
@@ -162,9 +163,7 @@ class Spread:
             for block in model.blocks:
                 parallelize_module(block, whole["tp"], plan)
             options = {"mesh": whole["shard"]}
-        for block in model.blocks:
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
+        return shard_tower(model, **options)
 
 
 SPREADS = [
@@ -194,17 +193,13 @@ def sharded_steps(spread: Spread, steps: int, **options: Any) -> dict[str, Any]:
     return train_steps(model, exact(model, row_blocks=fused, **options), range(steps))
 
 
-def world_of(spread: Spread, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{spread.ranks}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
     model = Spread(1, "plain", spread.is_tied).model()
     want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(20))
     for got in world_of(spread, request).run(sharded_steps, spread, 20):
-        assert_same([got], want, 1e-10)
+        assert_all_same([got], want, 1e-10)
 
 
 # --- torch's own, in bfloat16 ---------------------------------------------------------------------
@@ -253,7 +248,7 @@ def test_arguments_and_numbers_are_those_of_torch(world: World, options: dict[st
     for got in world.run(trained_as_in_torch, options, Muon):
         # One process has the same bits, but for how a norm is summed. Gradients of several ranks are averages,
         # which round otherwise, and the iteration rounds to three digits.
-        assert_same([got], want, 1e-6 if world.size == 1 else 2e-2)
+        assert_all_same([got], want, 1e-6 if world.size == 1 else 2e-2)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
@@ -288,7 +283,7 @@ def test_a_checkpoint_goes_on_in_another_world(
     want = request.getfixturevalue(f"world{saving}").run(first_half, run)
     assert any(name.endswith("momentum_buffer") for name in want[0])
     assert any(name.endswith("exp_avg") for name in want[0])
-    assert_same(request.getfixturevalue(f"world{loading}").run(second_half, run), want[0], 1e-10)
+    assert_all_same(request.getfixturevalue(f"world{loading}").run(second_half, run), want[0], 1e-10)
 
 
 def through_full_state(spread: Spread, to: str) -> Any:
@@ -310,7 +305,7 @@ def test_full_state_by_name_and_by_id(world3: World, to: str) -> None:
     want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(6))
     for got, keys in world3.run(through_full_state, Spread(3), to):
         assert keys == ["exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
-        assert_same([got], want, 1e-10)
+        assert_all_same([got], want, 1e-10)
 
 
 def copied_and_loaded(spread: Spread) -> Any:
@@ -328,7 +323,7 @@ def copied_and_loaded(spread: Spread) -> Any:
 def test_copies_and_state_dicts_go_on(world2: World) -> None:
     model = Spread(1, "plain").model()
     want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(6))
-    assert_same(world2.run(copied_and_loaded, Spread(2)), want, 1e-10)
+    assert_all_same(world2.run(copied_and_loaded, Spread(2)), want, 1e-10)
 
 
 def test_the_state_of_torchs_muon_is_taken_over() -> None:
@@ -380,7 +375,7 @@ def scheduled_plainly() -> Any:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_scaling_clipping_and_schedules(world2: World) -> None:
-    assert_same(world2.run(scheduled, Spread(2)), scheduled_plainly(), 1e-9)
+    assert_all_same(world2.run(scheduled, Spread(2)), scheduled_plainly(), 1e-9)
 
 
 def with_missing_gradients(spread: Spread | None) -> Any:
@@ -397,7 +392,7 @@ def with_missing_gradients(spread: Spread | None) -> Any:
 
 
 def test_a_matrix_without_gradient_is_left_out(world3: World) -> None:
-    assert_same(world3.run(with_missing_gradients, Spread(3)), with_missing_gradients(None), 1e-10)
+    assert_all_same(world3.run(with_missing_gradients, Spread(3)), with_missing_gradients(None), 1e-10)
 
 
 def missing_on_one_rank() -> Any:

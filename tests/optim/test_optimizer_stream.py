@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import even_tower, random_batch, shard_tower
 from simulated_device import Event, streams_on_the_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy
 from shardwise.buckets import sharded_gradients
 from shardwise.comm import buffers, reduction
 
@@ -28,8 +28,7 @@ from shardwise.comm import buffers, reduction
 def sharded_tower(shape: tuple[int, ...] | None = None, policy: Any = None) -> Any:
     model: Any = even_tower().double()
     mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    shard_tower(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import Way, built, same
+from arrangements import Way, built
+from comparing import assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import parameters_of, refusal
@@ -150,20 +151,6 @@ def assert_as_plain(request: Any, way: Way, program: Callable[..., Any], *args: 
         want = program(way, *args)
     for rank, got in enumerate(request.getfixturevalue(f"world{way.ranks}").run(program, way, *args)):
         assert_equal(got, want, f"rank {rank}")
-
-
-def assert_equal(got: Any, want: Any, what: str) -> None:
-    if isinstance(want, dict) and isinstance(got, dict):
-        assert got.keys() == want.keys(), f"{what}: {list(got)} for {list(want)}"
-        for key in want:
-            assert_equal(got[key], want[key], f"{what}: {key}")
-    elif isinstance(want, (list, tuple)):
-        assert type(got) is type(want), f"{what}: {got} where {want} is expected"
-        assert len(got) == len(want), f"{what}: {got} where {want} is expected"
-        for index, (one, other) in enumerate(zip(got, want, strict=True)):
-            assert_equal(one, other, f"{what}: {index}")
-    else:
-        assert same(got, want), f"{what}: {got} where {want} is expected"
 
 
 # --- the bits of one process --------------------------------------------------------------------------

@@ -11,32 +11,17 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
-from models import Tower, random_batch
-from reference import mean_of_squares
+from models import Tower, built, random_batch, shard_tower
 from refusals import wrapped
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from towers import backward
 
 from shardwise import fully_shard, load_full_state_dict, materialize, shard_model
 from shardwise.init import sync_module_states
 from shardwise.layout.fqns import listed_ranks
 
 SQUARE = Layout((2, 2))
-
-
-def tower(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return Tower().double()
-
-
-def sharded(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def step(model: nn.Module) -> None:
-    mean_of_squares(model, random_batch(0, 4)).backward()
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -58,19 +43,19 @@ def assert_values(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> No
 
 def apart(seeds: tuple[int, ...], shape: tuple[int, ...], strategy: str | None) -> list[str]:
     """What is told where ranks draw from their own seeds; and that each forward says so again."""
-    model = tower(seeds[dist.get_rank()])
+    model = built(Tower, seed=seeds[dist.get_rank()])
     mesh = device_mesh(shape, ("replicate", "shard")[-len(shape) :])
     if strategy is None:
-        sharded(model, mesh=mesh)
+        shard_tower(model, mesh=mesh)
     else:
         shard_model(model, strategy=strategy, mesh=mesh)
-    told = [refusal(step, model), refusal(step, model)]
+    told = [refusal(backward, model), refusal(backward, model)]
     with torch.no_grad():
         model(random_batch(0, 4))  # nothing is compared, and nothing raised
     return told
 
 
-def test_f16_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
+def test_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
     first, second = world2.run(apart, (0, 1), (2,), None)
     assert first == second
     assert first[0] == first[1]
@@ -89,7 +74,7 @@ nothing.""",
 
 
 @pytest.mark.parametrize("seeds", [(0, 1, 0, 1), (0, 0, 0, 3)], ids=str)
-def test_f16_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
+def test_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple[int, ...]) -> None:
     ranks = world4.run(apart, seeds, (2, 2), None)
     assert ranks == [ranks[0]] * 4
     unlike = listed_ranks(rank for rank, seed in enumerate(seeds) if seed)
@@ -103,11 +88,11 @@ def one_element() -> list[str]:
     """A difference that only one rank keeps, in one bias."""
     found = []
     for holder in range(dist.get_world_size()):
-        model = tower(0)
+        model = built(Tower, seed=0)
         with torch.no_grad():
             if dist.get_rank() == 0:
                 model.blocks[1].up.bias[-1 if holder else 0] += 1e-9
-        found.append(refusal(step, sharded(model)))
+        found.append(refusal(backward, shard_tower(model)))
     return found
 
 
@@ -122,8 +107,8 @@ def test_one_element_is_found_whoever_keeps_it(world2: World) -> None:
 
 def given_values_later(how: str) -> dict[str, Tensor]:
     """Other values on every rank before sharding, the same on all after it: as checkpoints are loaded."""
-    wanted = tower(7).state_dict()
-    model = sharded(tower(dist.get_rank()))
+    wanted = built(Tower, seed=7).state_dict()
+    model = shard_tower(built(Tower, seed=dist.get_rank()))
     if how == "load_state_dict":
         model.load_state_dict(wanted)
     elif how == "assign":
@@ -140,14 +125,14 @@ def given_values_later(how: str) -> dict[str, Tensor]:
             else:
                 with torch.no_grad():
                     local.copy_(mine)
-    step(model)
+    backward(model)
     return values(model)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
 def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(world4: World, how: str) -> None:
-    assert_values(world4.run(given_values_later, how), tower(7).state_dict())
+    assert_values(world4.run(given_values_later, how), built(Tower, seed=7).state_dict())
 
 
 def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
@@ -155,19 +140,19 @@ def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
     torch.manual_seed(0)
     if when == "after materialize":
         with torch.device("meta"):
-            model = sharded(Tower().double())
+            model = shard_tower(Tower().double())
         materialize(model)
     else:
-        model = sharded(tower(0))
+        model = shard_tower(built(Tower, seed=0))
     if when == "between steps":
-        step(model)
+        backward(model)
     seed = seeds[dist.get_rank()]
     if seed is not None:
-        model.load_state_dict(tower(seed).state_dict(), assign=when == "assigned")
-    told = [refusal(step, model), refusal(step, model)]
-    model.load_state_dict(tower(9).state_dict())
-    step(model)
-    assert_values([values(model)], tower(9).state_dict())
+        model.load_state_dict(built(Tower, seed=seed).state_dict(), assign=when == "assigned")
+    told = [refusal(backward, model), refusal(backward, model)]
+    model.load_state_dict(built(Tower, seed=9).state_dict())
+    backward(model)
+    assert_values([values(model)], built(Tower, seed=9).state_dict())
     return told
 
 
@@ -211,22 +196,25 @@ def loads_that_are_alike(how: str) -> dict[str, Tensor]:
     """Values that ranks load alike in the end, between two steps and the next."""
     rank = dist.get_rank()
     if how == "one replica, and sent to the other":
-        model = sharded(tower(0), mesh=device_mesh((2, 2), ("replicate", "shard")))
+        model = shard_tower(built(Tower, seed=0), mesh=device_mesh((2, 2), ("replicate", "shard")))
     else:
-        model = sharded(tower(0))
-    step(model)
+        model = shard_tower(built(Tower, seed=0))
+    backward(model)
     if how == "each its own, and then all":
-        model.load_state_dict(tower(rank).state_dict())
-        load_full_state_dict(model, tower(7).state_dict() if rank == 0 else None)
+        model.load_state_dict(built(Tower, seed=rank).state_dict())
+        load_full_state_dict(model, built(Tower, seed=7).state_dict() if rank == 0 else None)
     elif how == "each its own, and then shards":
-        shards = {name: value.detach().clone() for name, value in sharded(tower(7)).state_dict().items()}
-        model.load_state_dict(tower(rank).state_dict())
+        shards = {
+            name: value.detach().clone()
+            for name, value in shard_tower(built(Tower, seed=7)).state_dict().items()
+        }
+        model.load_state_dict(built(Tower, seed=rank).state_dict())
         model.load_state_dict(shards)
     else:
         if rank < 2:
-            model.load_state_dict(tower(7).state_dict())
+            model.load_state_dict(built(Tower, seed=7).state_dict())
         sync_module_states(model)
-    step(model)
+    backward(model)
     return values(model)
 
 
@@ -239,18 +227,18 @@ def loads_that_are_alike(how: str) -> dict[str, Tensor]:
     ],
 )
 def test_only_what_was_loaded_last_counts(world4: World, how: str) -> None:
-    assert_values(world4.run(loads_that_are_alike, how), tower(7).state_dict())
+    assert_values(world4.run(loads_that_are_alike, how), built(Tower, seed=7).state_dict())
 
 
 def not_compared() -> list[str]:
     """Where nothing is to be compared: the flag, no values yet, and values that one rank had right."""
     rank = dist.get_rank()
-    step(sharded(tower(rank), check_equal_weights=False))
-    step(shard_model(tower(rank), strategy="ddp", check_equal_weights=False))
+    backward(shard_tower(built(Tower, seed=rank), check_equal_weights=False))
+    backward(shard_model(built(Tower, seed=rank), strategy="ddp", check_equal_weights=False))
     with torch.device("meta"):
-        model = sharded(Tower().double())
+        model = shard_tower(Tower().double())
     torch.manual_seed(rank)
-    step(materialize(model))
+    backward(materialize(model))
     # Loaded where rank 0 had these values already, and parts of it are constant or empty.
     model = nn.Sequential(nn.Linear(8, 2), nn.LayerNorm(2), nn.Linear(2, 1)).double()
     torch.manual_seed(7 if rank == 0 else rank)
@@ -272,12 +260,12 @@ def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
 
 
 def what_stays() -> list[Any]:
-    model = sharded(tower(0))
+    model = shard_tower(built(Tower, seed=0))
     params = [
         p for m in model.modules() if (g := vars(m).get("_shardwise_state")) for p in g.group.shards.params
     ]
     before = sum(param.initial_checksums is not None for param in params)
-    step(model)
+    backward(model)
     return [before == len(params), sum(param.initial_checksums is not None for param in params)]
 
 
@@ -300,10 +288,10 @@ def synced(shape: tuple[int, ...], strategy: str | None, others_on_meta: bool) -
         model: Any = WithBuffer().double()
     mesh = device_mesh(shape, ("replicate", "shard")[-len(shape) :])
     if strategy is None:
-        sharded(model, mesh=mesh, sync_module_states=True)
+        shard_tower(model, mesh=mesh, sync_module_states=True)
     else:
         shard_model(model, strategy=strategy, mesh=mesh, sync_module_states=True)
-    step(model)
+    backward(model)
     return values(model)
 
 

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import WIDTH, random_batch
 from reference import full, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,18 +154,14 @@ def train(side: Side, model: nn.Module) -> None:
 # --- what it carries beside its data --------------------------------------------------------------
 
 
-def refreshed(side: Side, reshard: bool) -> None:
+@same_as_plain(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_scale_that_each_unshard_refreshes_is_what_the_module_computes_with(
+    side: Side, reshard: bool
+) -> None:
     model = model_of(side, Scaled, 6)
     side.shard(model[2], model, reshard_after_forward=reshard)
     train(side, model)
-
-
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_scale_that_each_unshard_refreshes_is_what_the_module_computes_with(
-    world: World, reshard: bool
-) -> None:
-    assert_same(world, refreshed, reshard)
 
 
 # --- padding, and meshes --------------------------------------------------------------------------
@@ -178,7 +174,10 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None, Any, int]] = {
 }
 
 
-def over_meshes(side: Side, rows: int) -> None:
+@same_as_plain(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [5, 8])
+def test_the_padding_is_cut_and_the_mesh_is_of_the_ranks_that_share(side: Side, rows: int) -> None:
     for shape, names, dims, sharing in MESHES.values():
         model = model_of(side, Padded, rows)
         if side.is_sharded:
@@ -188,12 +187,6 @@ def over_meshes(side: Side, rows: int) -> None:
         train(side, model)
         if side.is_sharded:
             assert set(Scaled.asked) == {(sharing, 1)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [5, 8])
-def test_the_padding_is_cut_and_the_mesh_is_of_the_ranks_that_share(world4: World, rows: int) -> None:
-    assert_same(world4, over_meshes, rows)
 
 
 def wrong_shape() -> str:
@@ -293,16 +286,13 @@ def low_model(side: Side) -> nn.Module:
     return model
 
 
-def told_after_sharding(side: Side) -> None:
+@same_as_plain(2)
+def test_methods_put_on_local_tensors_are_called(side: Side) -> None:
     model = low_model(side)
     side.shard(model[2], model, reshard_after_forward=True)
     for layer in (model[0], model[2]) if side.is_sharded else ():
         give_methods(layer.weight._local_tensor)
     train(side, model)
-
-
-def test_methods_put_on_local_tensors_are_called(world2: World) -> None:
-    assert_same(world2, told_after_sharding)
 
 
 def told_wrongly() -> tuple[str, str]:

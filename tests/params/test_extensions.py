@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 from harness import World
-from models import WIDTH, random_batch
+from models import WIDTH, random_batch, shard_tower
 from reference import mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper, same_memory
 from torch import Tensor, nn
 
@@ -121,9 +121,7 @@ def what_it_knows(rows: int) -> tuple[list[Any], list[Any], str]:
     torch.manual_seed(1)
     model: Any = Stack(KnowsAll, rows, True)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard_tower(model, mp_policy=policy)
     mean_of_squares(model, random_batch(0, 4).float()).backward()
     grad = model.blocks[0][0].weight.grad.to_local()
     facts = [(e["outer"], e["module"], e["policy"]) for e in Journal.of("pre")]
@@ -179,7 +177,10 @@ def memory_between_passes_as_if_large(kind: type[Wrapper], rows: int) -> tuple[l
 # --- a state dict, a copy and a change of dtype ---------------------------------------------------
 
 
-def loaded(side: Side, kind: type[Wrapper], rows: int) -> None:
+@same_as_plain(2)
+@any_rows
+@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
+def test_special_weights_go_through_a_state_dict(side: Side, kind: type[Wrapper], rows: int) -> None:
     """A sharded state dict of special weights goes into another model."""
     model = side.shard_tower(stack(side, kind, rows))
     torch.manual_seed(2)
@@ -188,12 +189,6 @@ def loaded(side: Side, kind: type[Wrapper], rows: int) -> None:
     note_all(side, other)
     with torch.no_grad():
         side.note_rows("output", other(side.inputs(0)))
-
-
-@any_rows
-@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
-def test_special_weights_go_through_a_state_dict(world2: World, kind: type[Wrapper], rows: int) -> None:
-    assert_same(world2, loaded, kind, rows)
 
 
 # --- half a protocol ------------------------------------------------------------------------------
@@ -242,7 +237,8 @@ class GetsItLater(TravelsLow):
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # type: ignore[assignment]
 
 
-def patched_after_sharding(side: Side) -> None:
+@same_as_plain(1, 2, 4)
+def test_a_class_may_get_its_protocol_until_the_first_forward(side: Side) -> None:
     with mock.patch.multiple(GetsItLater, fsdp_pre_all_gather=None, fsdp_post_all_gather=None):
         model = stack(side, GetsItLater, 5)
         side.shard_tower(model)
@@ -253,11 +249,6 @@ def patched_after_sharding(side: Side) -> None:
         GetsItLater.fsdp_pre_all_gather = TravelsLow.fsdp_pre_all_gather  # type: ignore[method-assign]
         GetsItLater.fsdp_post_all_gather = TravelsLow.fsdp_post_all_gather  # type: ignore[method-assign]
         train_steps(side, model)
-
-
-@any_world
-def test_a_class_may_get_its_protocol_until_the_first_forward(world: World) -> None:
-    assert_same(world, patched_after_sharding)
 
 
 class Refusing(RowScaled):
@@ -343,9 +334,7 @@ def all_gather_no_tensor(self: Any, mesh: Any) -> Any:
 def error_of_unsharding(gather: Callable[..., Any]) -> str:
     torch.manual_seed(1)
     model: Any = Stack(type("Strange", (TravelsLow,), {"fsdp_pre_all_gather": gather}), 8, True)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     with pytest.raises((TypeError, ValueError)) as caught:
         model(random_batch(0, 4))
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""FAILURES.md, F26: parameters that a model returns are copies, whichever of its groups they are of, and where
+"""Parameters that a model returns are copies, whichever of its groups they are of, and where
 a rank computes on its shards themselves, changes of these are noticed.
 
 Scripts run plainly and sharded (scenario.py) in float64.
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import Chain, block, built
+from failure_models import Chain, block
 from harness import World
-from models import even_tower
-from scenario import Side, assert_same
+from models import built, even_tower
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 
 
@@ -52,7 +52,7 @@ def several_forwards_before_a_backward(side: Side, whose: tuple[str, ...], optio
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f26_a_model_may_return_parameters_of_any_group(world: World, reshard: bool | None) -> None:
+def test_a_model_may_return_parameters_of_any_group(world: World, reshard: bool | None) -> None:
     """Where a block is freed before its model returns, its weights are shards by then."""
     whose = ("inner", "last", "own") if reshard is False else ("own",)
     assert_same(world, several_forwards_before_a_backward, whose, {"reshard_after_forward": reshard})
@@ -71,16 +71,13 @@ class ReturnsSpecial(nn.Module):
         return x * self.weight, self.weight
 
 
-def return_special(side: Side) -> None:
+@same_as_plain(2)
+def test_a_parameter_of_a_class_of_its_own_is_copied_too(side: Side) -> None:
     model = side.shard(built(ReturnsSpecial), reshard_after_forward=True)
     y, weight = model(side.inputs(0))
     side.note("the weight", weight.tolist())
     ((y * y).mean() + weight.prod()).backward()
     side.note_gradients(model)
-
-
-def test_f26_a_parameter_of_a_class_of_its_own_is_copied_too(world2: World) -> None:
-    assert_same(world2, return_special)
 
 
 def change_between(is_seen: bool, is_sharded: bool, reshard: bool | None) -> str:
@@ -99,7 +96,7 @@ def change_between(is_seen: bool, is_sharded: bool, reshard: bool | None) -> str
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_f03_where_a_rank_is_alone_changed_weights_are_noticed(world1: World, reshard: bool | None) -> None:
+def test_where_a_rank_is_alone_changed_weights_are_noticed(world1: World, reshard: bool | None) -> None:
     """They are computed with where they are stored: the gradient would be of other weights."""
     assert "modified by an inplace operation" in change_between(True, False, None)
     (seen,) = world1.run(change_between, True, True, reshard)

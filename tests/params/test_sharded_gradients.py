@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from models import even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch, shard_tower, uneven_tower
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,12 +25,9 @@ by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
 
 def sharded(make: Callable[[], nn.Module] = even_tower, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain model, and the same one sharded."""
-    torch.manual_seed(7)
-    plain = make().double()
+    plain = built(make, seed=7)
     model = copy.deepcopy(plain)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_tower(model, **options)
     return plain, model
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import World
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 pytest.importorskip("torchao")
@@ -34,7 +33,9 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.flip(0)).pow(2).mean()
 
 
-def trained(side: Side, precomputes: bool) -> None:
+@same_as_plain(2, atol=1e-05)
+@pytest.mark.parametrize("precomputes", [False, True])
+def test_float8_weights_are_all_gathered_with_the_scale_of_their_step(side: Side, precomputes: bool) -> None:
     model: Any = float8_model(side)
     side.shard(model[2], model, reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -51,10 +52,3 @@ def trained(side: Side, precomputes: bool) -> None:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-@pytest.mark.parametrize("precomputes", [False, True])
-def test_float8_weights_are_all_gathered_with_the_scale_of_their_step(
-    world2: World, precomputes: bool
-) -> None:
-    assert_same(world2, trained, precomputes, atol=1e-5)

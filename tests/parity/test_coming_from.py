@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from events import events_of
-from failure_models import Branching, PartlyUsed, Tied, built
+from failure_models import Branching, PartlyUsed, Tied
 from harness import World
-from models import Block, Tower, even_tower, random_batch, uneven_tower
+from models import Block, Tower, built, even_tower, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from strategies import shard_as
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -191,7 +191,8 @@ def test_a_strategy_keeps_what_the_peers_keeps(
         assert is_kept is None or found == is_kept
 
 
-def train_mixed_strategies(side: Side) -> None:
+@same_as_plain(2)
+def test_single_modules_may_have_another_strategy(side: Side) -> None:
     model = built(even_tower)
     shard_here(side, model, strategy="zero3", overrides={"blocks.0": "zero2", "blocks.2": "ddp"})
     if side.is_sharded:
@@ -200,11 +201,8 @@ def train_mixed_strategies(side: Side) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-def test_single_modules_may_have_another_strategy(world2: World) -> None:
-    assert_same(world2, train_mixed_strategies)
-
-
-def train_offloaded(side: Side) -> None:
+@same_as_plain(2)
+def test_offloaded_gradients_add_up_without_no_sync(side: Side) -> None:
     """Microbatches outside no_sync, of which FSDP1 would keep the last."""
     model = built(uneven_tower)
     shard_here(side, model, offload_policy=CPUOffloadPolicy())
@@ -219,10 +217,6 @@ def train_offloaded(side: Side) -> None:
                 assert {param.to_local().device.type, param.grad.to_local().device.type} == {"cpu"}
         optimizer.step()
     side.note_parameters(model)
-
-
-def test_offloaded_gradients_add_up_without_no_sync(world2: World) -> None:
-    assert_same(world2, train_offloaded)
 
 
 def of_the_documents(
@@ -314,17 +308,13 @@ class Manual(nn.Module):
         return self.layer3(torch.tanh(self.layer2(self.layer1(x))))
 
 
-def train_wrapped_by_hand(side: Side) -> None:
-    torch.manual_seed(3)
-    model = Manual(fully_shard if side.is_sharded else lambda module: module).double()
+@same_as_plain(2)
+def test_layers_wrapped_by_hand_stay_as_they_are(side: Side) -> None:
+    model = built(Manual, fully_shard if side.is_sharded else lambda module: module, seed=3)
     shard_here(side, model, strategy="zero2")
     if side.is_sharded:
         assert groups_of(model) == ["", "layer1", "layer3"]
     side.steps(model, adamw(model), range(3))
-
-
-def test_layers_wrapped_by_hand_stay_as_they_are(world2: World) -> None:
-    assert_same(world2, train_wrapped_by_hand)
 
 
 # --- mixed precision ------------------------------------------------------------------------------
@@ -425,7 +415,8 @@ def test_ignored_modules_and_parameters_are_left_as_they_are(world2: World, how:
     assert world2.run(ignored_by, how) == [["outlet.weight", "outlet.bias"]] * 2
 
 
-def train_with_options_of_each_parameter(side: Side) -> None:
+@same_as_plain(3)
+def test_parameters_keep_names_shapes_and_options_of_their_own(side: Side) -> None:
     model = shard_here(side, built(even_tower))
     decayed = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() < 2]
@@ -434,10 +425,6 @@ def train_with_options_of_each_parameter(side: Side) -> None:
     )
     side.note("shapes", {name: list(param.shape) for name, param in model.named_parameters()})
     side.steps(model, optimizer, range(3))
-
-
-def test_parameters_keep_names_shapes_and_options_of_their_own(world3: World) -> None:
-    assert_same(world3, train_with_options_of_each_parameter)
 
 
 # --- the methods of FSDP1 -------------------------------------------------------------------------
@@ -449,7 +436,8 @@ def halve_and_seed(module: nn.Module) -> None:
         module.bias.data.fill_(0.25)
 
 
-def train_after_apply(side: Side) -> None:
+@same_as_plain(2)
+def test_apply_sees_full_parameters(side: Side) -> None:
     model = shard_here(side, built(even_tower))
     optimizer = adamw(model)  # before: the parameters stay the same objects
     torch.manual_seed(5)
@@ -462,11 +450,10 @@ def train_after_apply(side: Side) -> None:
     side.steps(model, optimizer, range(2))
 
 
-def test_apply_sees_full_parameters(world2: World) -> None:
-    assert_same(world2, train_after_apply)
-
-
-def train_clipped(side: Side, strategy: str, norm_type: float) -> None:
+@same_as_plain(4)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("strategy", "norm_type"), [("zero3", 2.0), ("ddp", 2.0), ("hybrid", float("inf"))])
+def test_gradients_are_clipped_under_any_strategy(side: Side, strategy: str, norm_type: float) -> None:
     model = built(uneven_tower)
     if side.is_sharded:
         shard_as(model, strategy)
@@ -480,12 +467,6 @@ def train_clipped(side: Side, strategy: str, norm_type: float) -> None:
         side.note_gradients(model)
         optimizer.step()
     side.note_parameters(model)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("strategy", "norm_type"), [("zero3", 2.0), ("ddp", 2.0), ("hybrid", float("inf"))])
-def test_gradients_are_clipped_under_any_strategy(world4: World, strategy: str, norm_type: float) -> None:
-    assert_same(world4, train_clipped, strategy, norm_type)
 
 
 def modules_and_tree() -> tuple[list[str], str]:
@@ -523,7 +504,8 @@ def test_names_have_no_prefixes(world2: World) -> None:
         assert all(names == seen[0] for names in seen)
 
 
-def train_without_sync(side: Side) -> None:
+@same_as_plain(2)
+def test_no_sync_leaves_gradients_unreduced(side: Side) -> None:
     model = shard_here(side, built(even_tower))
     optimizer = adamw(model)
     for step in range(2):
@@ -539,10 +521,6 @@ def train_without_sync(side: Side) -> None:
         side.note_gradients(model)
         optimizer.step()
     side.note_parameters(model)
-
-
-def test_no_sync_leaves_gradients_unreduced(world2: World) -> None:
-    assert_same(world2, train_without_sync)
 
 
 def summoned(**options: Any) -> dict[str, Any]:
@@ -646,7 +624,9 @@ def test_a_state_dict_is_sharded_and_dcp_makes_the_other_forms(world2: World) ->
     assert world2.run(state_of_the_model, {"full_state_dict": True, "cpu_offload": True}) == [whole, nothing]
 
 
-def train_from_a_full_state(side: Side, how: str) -> None:
+@same_as_plain(3)
+@pytest.mark.parametrize("how", ["everywhere", "from rank 0"])
+def test_a_full_state_dict_loads(side: Side, how: str) -> None:
     """Rank 0 has a full checkpoint; `how` it gets into the others."""
     torch.manual_seed(50)
     state = uneven_tower().double().state_dict()
@@ -658,11 +638,6 @@ def train_from_a_full_state(side: Side, how: str) -> None:
         set_model_state_dict(model, state if side.rank == 0 else {}, options=options)
     side.note_parameters(model)
     side.steps(model, adamw(model), range(2), width=7)
-
-
-@pytest.mark.parametrize("how", ["everywhere", "from rank 0"])
-def test_a_full_state_dict_loads(world3: World, how: str) -> None:
-    assert_same(world3, train_from_a_full_state, how)
 
 
 def local_state_is_the_ranks_own() -> bool:
@@ -702,7 +677,10 @@ def test_the_state_of_an_optimizer_is_keyed_by_name(world2: World) -> None:
     assert other_keys == []
 
 
-def resume(side: Side, how: str) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(27)
+@pytest.mark.parametrize("how", ["sharded", "full", "scattered"])
+def test_a_run_goes_on_from_its_states(side: Side, how: str) -> None:
     """Train two steps, carry model and optimizer over to new ones, train on."""
     model = shard_here(side, built(uneven_tower))
     optimizer = adamw(model)
@@ -726,14 +704,9 @@ def resume(side: Side, how: str) -> None:
     side.steps(fresh, fresh_optimizer, [2, 3], width=7)
 
 
-@pytest.mark.thin(27)
-@pytest.mark.parametrize("how", ["sharded", "full", "scattered"])
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_a_run_goes_on_from_its_states(world: World, how: str) -> None:
-    assert_same(world, resume, how)
-
-
-def carry_over(side: Side, direction: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("direction", ["plain to sharded", "sharded to plain"])
+def test_states_need_no_new_keys_to_change_sides(side: Side, direction: str) -> None:
     """The state of an optimizer goes from a plain model to a sharded one, or back, by its names."""
     is_first_plain = direction == "plain to sharded"
     first = built(uneven_tower)
@@ -748,8 +721,7 @@ def carry_over(side: Side, direction: str) -> None:
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(first, options=options)
     of_optimizer = get_optimizer_state_dict(first, optimizer, options=options)
-    torch.manual_seed(77)
-    second = uneven_tower().double()
+    second = built(uneven_tower, seed=77)
     if side.is_sharded and is_first_plain:
         shard_model(second)
     optimizer = adamw(second)
@@ -760,11 +732,6 @@ def carry_over(side: Side, direction: str) -> None:
         mean_of_squares(second, random_batch(step, 4, 7)).backward()
         optimizer.step()
     side.note_parameters(second)
-
-
-@pytest.mark.parametrize("direction", ["plain to sharded", "sharded to plain"])
-def test_states_need_no_new_keys_to_change_sides(world2: World, direction: str) -> None:
-    assert_same(world2, carry_over, direction)
 
 
 # --- the warnings of FSDP1 ------------------------------------------------------------------------
@@ -861,7 +828,8 @@ def test_other_methods_are_registered_and_blocks_may_be_called_alone(world2: Wor
     assert world2.run(encoded) == [True, True]
 
 
-def train_changed_between_passes(side: Side) -> None:
+@same_as_plain(2)
+def test_changes_between_passes_stay(side: Side) -> None:
     model = shard_here(side, built(even_tower))
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
@@ -871,31 +839,20 @@ def train_changed_between_passes(side: Side) -> None:
     side.steps(model, optimizer, [1, 2])
 
 
-def test_changes_between_passes_stay(world2: World) -> None:
-    assert_same(world2, train_changed_between_passes)
-
-
-def train_shared(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_parameters_may_be_shared_across_groups(side: Side) -> None:
     model = shard_here(side, built(Tied), wrap={Block, nn.Linear}, mesh=None)
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_parameters_may_be_shared_across_groups(world: World) -> None:
-    assert_same(world, train_shared)
-
-
-def train_partly_frozen(side: Side) -> None:
+@same_as_plain(2)
+def test_frozen_parameters_share_groups_with_trainable_ones(side: Side) -> None:
     model = built(even_tower)
     for block in model.blocks:
         block.up.requires_grad_(False)
     shard_here(side, model)
     side.steps(model, adamw(model), range(3))
     assert all(param.grad is None for block in model.blocks for param in block.up.parameters())
-
-
-def test_frozen_parameters_share_groups_with_trainable_ones(world2: World) -> None:
-    assert_same(world2, train_partly_frozen)
 
 
 def shown_between_passes(strategy: str) -> bool:
@@ -970,20 +927,18 @@ def test_for_prediction_ranks_may_run_different_numbers_of_forwards(world: World
 # --- DDP ------------------------------------------------------------------------------------------
 
 
-def train_in_buckets(side: Side, megabytes: float, count: int) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize(("megabytes", "count"), [(25, 2), (0.005, 3), (0.001, 4)])
+def test_neighbours_share_a_bucket(side: Side, megabytes: float, count: int) -> None:
+    """A block has 296 numbers of 8 bytes."""
     model = shard_here(side, built(even_tower), bucket_cap_mb=megabytes)
     if side.is_sharded:
         assert len(memory_snapshot(model).groups) == count
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.parametrize(("megabytes", "count"), [(25, 2), (0.005, 3), (0.001, 4)])
-def test_neighbours_share_a_bucket(world2: World, megabytes: float, count: int) -> None:
-    """A block has 296 numbers of 8 bytes."""
-    assert_same(world2, train_in_buckets, megabytes, count)
-
-
-def train_in_chosen_buckets(side: Side) -> None:
+@same_as_plain(2)
+def test_chosen_modules_share_a_bucket(side: Side) -> None:
     model = built(even_tower)
     if side.is_sharded:
         first, second, third = model.blocks
@@ -993,11 +948,8 @@ def train_in_chosen_buckets(side: Side) -> None:
     side.steps(model, adamw(model), range(3))
 
 
-def test_chosen_modules_share_a_bucket(world2: World) -> None:
-    assert_same(world2, train_in_chosen_buckets)
-
-
-def train_with_unused(side: Side) -> None:
+@same_as_plain(2)
+def test_what_no_rank_uses_needs_no_word_and_is_not_reduced(side: Side) -> None:
     """One block and one parameter of the root are used by no rank."""
     model: Any = built(Branching)
     model.used = (0, 2)
@@ -1012,10 +964,6 @@ def train_with_unused(side: Side) -> None:
             assert "reduce blocks.1" not in events
     side.note_parameters(model)
     assert model.blocks[1].up.weight.grad is None
-
-
-def test_what_no_rank_uses_needs_no_word_and_is_not_reduced(world2: World) -> None:
-    assert_same(world2, train_with_unused)
 
 
 class SometimesUsed(nn.Module):
@@ -1057,17 +1005,14 @@ def test_ranks_may_use_different_parameters_and_modules(world2: World) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
-def train_delayed(side: Side) -> None:
+@same_as_plain(2)
+def test_ignored_gradients_may_be_averaged_at_the_end(side: Side) -> None:
     model = built(even_tower)
     shard_here(side, model, ignored_params=set(model.outlet.parameters()))
     if side.is_sharded:
         model.set_reduce_ignored_params(True)
         assert not isinstance(model.outlet.weight, DTensor)
     step_by_step(side, model)
-
-
-def test_ignored_gradients_may_be_averaged_at_the_end(world2: World) -> None:
-    assert_same(world2, train_delayed)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -1107,12 +1052,12 @@ SHOWN_BY: dict[str, str] = {
         "cast_root_forward_inputs": "test_the_roots_inputs_are_cast_by_the_roots_own_policy",
         "_module_classes_to_ignore": "test_classes_in_full_precision_share_their_modules_group",
         "ignored_modules ignored_states": "test_ignored_modules_and_parameters_are_left_as_they_are",
-        "param_init_fn model_sharded_context": "test_materialize.test_f13_values_are_those_of_one_process",
+        "param_init_fn model_sharded_context": "test_materialize.test_values_are_those_of_one_process",
         "sync_module_states init_sync": (
-            "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+            "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
         ),
         "broadcast_buffers forward_sync_buffers": (
-            "test_sync_module_states.test_f06_buffers_that_drifted_apart_are_made_equal"
+            "test_sync_module_states.test_buffers_that_drifted_apart_are_made_equal"
         ),
         "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
         "apply": "test_apply_sees_full_parameters",
@@ -1178,7 +1123,7 @@ SHOWN_BY |= {
     "parameters renamed after wrapping": "test_what_was_undefined_or_stale_is_an_error",
     "rank0_only with writeback": "test_writing_back_from_one_rank_is_refused",
     "sync_module_states needs a GPU": (
-        "test_sync_module_states.test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+        "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
     ),
 }
 

@@ -18,18 +18,18 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from custom_comms import Comms
 from dynamo import forget_graphs, quiet_dynamo
-from failure_models import Tied, block, built
+from failure_models import Tied, block
 from harness import World
-from models import WIDTH, Block, even_tower, odd_model, random_batch, uneven_tower
+from models import WIDTH, Block, built, even_tower, odd_model, random_batch, shard_tower, uneven_tower
 from reference import LocalAdamW, adamw, full, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import shardwise
-from shardwise import FSDPModule, fully_shard
+from shardwise import FSDPModule
 
 both_worlds = pytest.mark.parametrize("world", [2, 3], indirect=True)
 
@@ -156,7 +156,20 @@ class Model(nn.Module):
         return self.outlet(x)
 
 
-def train_foreign(side: Side, make: Callable[[], nn.Module], order: str) -> None:
+def innermost(module: nn.Module) -> nn.Module:
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if name in module._modules:
+            return innermost(module._modules[name])  # type: ignore[arg-type]
+    return module
+
+
+@same_as_plain(2)
+@pytest.mark.thin(195)
+@pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
+@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
+def test_blocks_of_any_make_are_sharded_and_trained(
+    side: Side, make: Callable[[], nn.Module], order: str
+) -> None:
     """order: what is given to fully_shard, and when the block is made what it is."""
     with warnings.catch_warnings():
         quiet_dynamo()
@@ -177,21 +190,10 @@ def train_foreign(side: Side, make: Callable[[], nn.Module], order: str) -> None
         side.note_parameters(model)
 
 
-def innermost(module: nn.Module) -> nn.Module:
-    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
-        if name in module._modules:
-            return innermost(module._modules[name])  # type: ignore[arg-type]
-    return module
-
-
-@pytest.mark.thin(195)
-@pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
-@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
-def test_blocks_of_any_make_are_sharded_and_trained(world2: World, make: Any, order: str) -> None:
-    assert_same(world2, train_foreign, make, order)
-
-
-def compiled_after_sharding(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
+def test_what_is_sharded_may_be_compiled(side: Side, how: str) -> None:
     with warnings.catch_warnings():
         forget_graphs()
         model = side.shard_tower(built(even_tower))
@@ -205,12 +207,6 @@ def compiled_after_sharding(side: Side, how: str) -> None:
         run = torch.compile(model, backend="eager") if how == "wrapped model" else model
         optimizer = adamw(model)
         side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
-def test_what_is_sharded_may_be_compiled(world2: World, how: str) -> None:
-    assert_same(world2, compiled_after_sharding, how)
 
 
 # --- policies and meshes --------------------------------------------------------------------------
@@ -254,7 +250,11 @@ def low_precision_by_hand(model: nn.Module, inputs: Tensor) -> Tensor:
     return torch.func.functional_call(model, low, (inputs.to(torch.bfloat16),))
 
 
-def mixed_precision(side: Side, policy: str, mesh: str) -> None:
+@same_as_plain(1, 2, atol=0.0)
+@pytest.mark.thin(88)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_are_read_by_their_fields_on_meshes_of_any_size(side: Side, policy: str, mesh: str) -> None:
     model = built(uneven_tower).float()
     options = {"mesh": MESHES[mesh](), "mp_policy": POLICIES[policy]()} if side.is_sharded else {}
     side.shard_tower(model, **options)
@@ -274,16 +274,6 @@ def mixed_precision(side: Side, policy: str, mesh: str) -> None:
         side.note(name, full(param))
 
 
-@pytest.mark.thin(88)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_policies_are_read_by_their_fields_on_meshes_of_any_size(
-    world: World, policy: str, mesh: str
-) -> None:
-    assert_same(world, mixed_precision, policy, mesh, atol=0.0)
-
-
 NOTHING: dict[str, Callable[[], dict[str, Any]]] = {
     "none": lambda: {"mp_policy": None, "offload_policy": None, "ignored_params": None, "mesh": None},
     "torch's": lambda: {"mp_policy": peer.MixedPrecisionPolicy(), "offload_policy": peer.OffloadPolicy()},
@@ -294,17 +284,13 @@ NOTHING: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def policies_that_change_nothing(side: Side, what: str) -> None:
+@same_as_plain(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("what", NOTHING)
+def test_policies_of_torch_and_none_are_taken(side: Side, what: str) -> None:
     model = built(Tied)
     side.shard_tower(model, **NOTHING[what]())
     side.steps(model, adamw(model), range(2))
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("what", NOTHING)
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_policies_of_torch_and_none_are_taken(world: World, what: str) -> None:
-    assert_same(world, policies_that_change_nothing, what)
 
 
 # --- values that come later -----------------------------------------------------------------------
@@ -388,7 +374,10 @@ def give_values(model: Any, how: str, is_sharded: bool) -> None:
     model.load_state_dict(state, assign=is_sharded and how == "assign")
 
 
-def train_late(side: Side, how: str) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(14)
+@pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
+def test_a_model_of_the_meta_device_gets_its_values_after_sharding(side: Side, how: str) -> None:
     model = late_model(side)
     give_values(model, how, side.is_sharded)
     side.note("scale", model.blocks[1].scale)
@@ -396,13 +385,6 @@ def train_late(side: Side, how: str) -> None:
     side.steps(model, adamw(model), range(3))
     give_values(model, "load" if how == "assign" else how, side.is_sharded)  # and once more, when in use
     side.note_rows("output", model(side.inputs(5)).detach())
-
-
-@pytest.mark.thin(14)
-@pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_a_model_of_the_meta_device_gets_its_values_after_sharding(world: World, how: str) -> None:
-    assert_same(world, train_late, how)
 
 
 # --- moving about ---------------------------------------------------------------------------------
@@ -419,7 +401,10 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def move_between_steps(side: Side, how: str) -> None:
+@same_as_plain(2, 3, atol=1e-6)  # a last bit may round to another float32
+@pytest.mark.thin(43)
+@pytest.mark.parametrize("how", MOVES)
+def test_moving_a_model_keeps_its_parameters_in_the_optimizer(side: Side, how: str) -> None:
     """Whatever moves the model, the optimizer that was made before goes on training it."""
     model = built(uneven_tower)
     side.shard_tower(model)
@@ -437,14 +422,6 @@ def move_between_steps(side: Side, how: str) -> None:
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     side.note_rows("output", model(side.inputs(9, 7)).detach())
     side.note_parameters(model)
-
-
-@pytest.mark.thin(43)
-@pytest.mark.parametrize("how", MOVES)
-@both_worlds
-def test_moving_a_model_keeps_its_parameters_in_the_optimizer(world: World, how: str) -> None:
-    # A last bit may round to another float32.
-    assert_same(world, move_between_steps, how, atol=1e-6 if how == "there and back" else 1e-10)
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -527,17 +504,25 @@ WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f34_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
+def test_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
     assert_same(world, copy_and_train_both, make, when, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f34_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
+def test_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard}
     assert_same(world2, copy_and_train_both, "uneven", "after an evaluation", options)
 
 
-def moving_average(side: Side) -> None:
+def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    mean_of_squares(model, side.inputs(step, 7)).backward()
+    side.note_gradients(model)
+    optimizer.step()
+
+
+@same_as_plain(2, 3)
+def test_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
     """An EMA copy: never trained, always evaluated."""
     model = side.shard_tower(built(uneven_tower))
     average = copy.deepcopy(model).requires_grad_(False).eval()
@@ -552,19 +537,8 @@ def moving_average(side: Side) -> None:
     side.note_parameters(average)
 
 
-def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    mean_of_squares(model, side.inputs(step, 7)).backward()
-    side.note_gradients(model)
-    optimizer.step()
-
-
-@both_worlds
-def test_f34_an_average_of_the_weights_lives_in_a_copy(world: World) -> None:
-    assert_same(world, moving_average)
-
-
-def average_of_torch(side: Side) -> None:
+@same_as_plain(2)
+def test_torchs_own_average_of_the_weights_works(side: Side) -> None:
     """torch.optim.swa_utils makes its copy by itself."""
     model = side.shard_tower(built(uneven_tower))
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -577,11 +551,8 @@ def average_of_torch(side: Side) -> None:
     side.note_parameters(average.module)
 
 
-def test_f34_torchs_own_average_of_the_weights_works(world2: World) -> None:
-    assert_same(world2, average_of_torch)
-
-
-def copy_with_its_optimizer(side: Side) -> None:
+@same_as_plain(2)
+def test_a_model_may_be_copied_together_with_its_optimizer(side: Side) -> None:
     model = side.shard_tower(built(uneven_tower))
     optimizer = adamw(model)
     side_step(side, model, optimizer, 0)
@@ -592,11 +563,9 @@ def copy_with_its_optimizer(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f34_a_model_may_be_copied_together_with_its_optimizer(world2: World) -> None:
-    assert_same(world2, copy_with_its_optimizer)
-
-
-def copy_a_part(side: Side, on: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("on", ["blocks.1", "blocks"])
+def test_a_part_may_be_copied_alone(side: Side, on: str) -> None:
     """A block, or the list of all blocks, becomes part of a model that is sharded in turn."""
     model = side.shard_tower(built(even_tower))
     side_loss = mean_of_squares(model, side.inputs(0))
@@ -614,17 +583,10 @@ def copy_a_part(side: Side, on: str) -> None:
     side.note_gradients(model)
 
 
-@pytest.mark.parametrize("on", ["blocks.1", "blocks"])
-def test_f34_a_part_may_be_copied_alone(world2: World, on: str) -> None:
-    assert_same(world2, copy_a_part, on)
-
-
 def settings_of_a_copy() -> float:
     """What was set on the original holds for the copy, and is changed there alone."""
     model = built(even_tower)
-    for each in model.blocks:
-        fully_shard(each)
-    fully_shard(model)
+    shard_tower(model)
     model.set_gradient_divide_factor(1.0)
     model.set_requires_gradient_sync(False)
     other = copy.deepcopy(model)
@@ -638,7 +600,7 @@ def settings_of_a_copy() -> float:
     return round(ratio.item(), 9)
 
 
-def test_f34_settings_are_copied_and_then_independent(world2: World) -> None:
+def test_settings_are_copied_and_then_independent(world2: World) -> None:
     assert world2.run(settings_of_a_copy) == [2.0] * 2
 
 
@@ -664,7 +626,11 @@ def shared_sequential() -> nn.Module:
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(8, 1))
 
 
-def containers(side: Side, make: Any, as_list: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
+def test_containers_stay_containers(side: Side, make: Any, as_list: bool) -> None:
     model = built(make)
     inner = list(dict.fromkeys(each for each in model if any(True for _ in each.parameters())))
     side.shard(inner if as_list else inner[0], *([] if as_list else inner[1:]), model)
@@ -674,13 +640,6 @@ def containers(side: Side, make: Any, as_list: bool) -> None:
     side.note("kinds", [isinstance(model, nn.Sequential), isinstance(model[1:], nn.Sequential)])
     side.steps(model, adamw(model), [1, 2])
     side.note("keys", list(model.state_dict()))
-
-
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
-def test_containers_stay_containers(world2: World, make: Any, as_list: bool) -> None:
-    assert_same(world2, containers, make, as_list)
 
 
 class Routed(nn.Module):
@@ -701,18 +660,15 @@ class Routed(nn.Module):
         return self.outlet(x)
 
 
-def routed(side: Side, depth: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("depth", ["blocks", "lists"])
+def test_blocks_in_lists_and_dicts_are_sharded(side: Side, depth: str) -> None:
     model = built(Routed)
     inner = [*model.stages.values(), *(each for layer in model.layers for each in layer)]
     if depth == "lists":
         inner = [list(model.stages.values()), list(model.layers[0]), model.layers[1][0]]
     side.shard(*inner, model)
     side.steps(model, adamw(model), range(3))
-
-
-@pytest.mark.parametrize("depth", ["blocks", "lists"])
-def test_blocks_in_lists_and_dicts_are_sharded(world2: World, depth: str) -> None:
-    assert_same(world2, routed, depth)
 
 
 # --- pipelines ------------------------------------------------------------------------------------
@@ -760,7 +716,14 @@ def set_for_backward(stage: Any, setting: str, is_last: bool) -> None:
     stage.set_is_last_backward(is_last)
 
 
-def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(70)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines_of_microbatches_reduce_once_at_the_end(
+    side: Side, schedule: str, setting: str, reshard: bool | None
+) -> None:
     first, second = built(even_tower), built(even_tower)
     first.outlet = nn.Linear(8, 8).double()
     with torch.no_grad():
@@ -768,7 +731,7 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
             param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
     stages = [first, second]
     for stage in stages:
-        side.shard_tower(stage, **options)
+        side.shard_tower(stage, reshard_after_forward=reshard)
     if side.is_sharded and "share" in setting:
         shardwise.share_comm_ctx(stages)
     comms = [Comms(stage) for stage in stages] if side.is_sharded and side.world > 1 else []
@@ -782,22 +745,12 @@ def pipeline(side: Side, schedule: str, setting: str, options: dict[str, Any]) -
         for comm in comms:
             reductions = 4 * (1 if "sync" in setting else MICROBATCHES)
             assert len(comm.reduce.calls) == reductions, "gradients are reduced once, at the end"
-            if "keep" in setting and options.get("reshard_after_forward") is False:
+            if "keep" in setting and reshard is False:
                 assert len(comm.gather.calls) == 4, "each group is all-gathered once a step"
             comm.clear()
     for stage in stages:
         side.assert_settled(stage)
         side.note_parameters(stage)
-
-
-@pytest.mark.thin(70)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pipelines_of_microbatches_reduce_once_at_the_end(
-    world2: World, schedule: str, setting: str, reshard: bool | None
-) -> None:
-    assert_same(world2, pipeline, schedule, setting, {"reshard_after_forward": reshard})
 
 
 def stages_on_ranks() -> tuple[dict[str, Tensor], list[float]]:
@@ -807,9 +760,7 @@ def stages_on_ranks() -> tuple[dict[str, Tensor], list[float]]:
     group = mesh.get_group("stage")
     other = dist.get_process_group_ranks(group)[1 - stage]
     model = built(even_tower) if stage else cut(built(even_tower))
-    for each in model.blocks:
-        fully_shard(each, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    shard_tower(model, mesh=mesh["shard"])
     losses: list[float] = []
     kept: list[tuple[Any, Tensor]] = []
     sent: list[Any] = []
@@ -874,9 +825,7 @@ def test_a_pipeline_over_ranks_trains_as_the_whole_model(world4: World) -> None:
 
 def stays_a_module_of_ours() -> list[bool]:
     model = built(Model, wrapped_for_checkpointing)
-    for each in model.blocks:
-        fully_shard(each)
-    fully_shard(model)
+    shard_tower(model)
     return [isinstance(each, FSDPModule) for each in (model, *model.blocks, innermost(model.blocks[0]))]
 
 

@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_all_same
 from harness import World
-from meshed import (
-    Layout,
-    assert_all_same,
-    gradients_of,
-    layout_inputs,
-    part,
-    refusal,
-    seat,
-    tensors_of,
-    train_on,
-    whole,
-)
+from meshed import Layout, gradients_of, layout_inputs, part, refusal, seat, tensors_of, train_on, whole
 from models import (
     even_tower,
     next_token_loss,
@@ -35,7 +25,6 @@ from reference import (
     Recipe,
     adamw,
     assert_same_record,
-    built,
     full,
     mean_of_squares,
     plain_run,
@@ -70,7 +59,7 @@ by_layout = pytest.mark.parametrize(
 
 
 def hybrid(layout: Layout, recipe: Recipe, **options: Any) -> nn.Module:
-    return shard(built(recipe), recipe.but(options={"mesh": layout.mesh(), **options}))
+    return shard(recipe.model(), recipe.but(options={"mesh": layout.mesh(), **options}))
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -126,7 +115,7 @@ def test_parameters_are_replicated_and_sharded_on_the_mesh(
 ) -> None:
     ranks = world4.run(shown, layout, recipe)
     replicas, shards = layout.shape
-    plain = dict(built(recipe).named_parameters())
+    plain = dict(recipe.model().named_parameters())
     for rank, found in enumerate(ranks):
         assert found.keys() == plain.keys()
         for name, (placements, local, gradient) in found.items():
@@ -168,7 +157,7 @@ def announce(model: nn.Module, what: tuple[bool, bool]) -> None:
 def accumulated(
     layout: Layout | None, recipe: Recipe, pattern: list[tuple[bool, bool]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    model = built(recipe) if layout is None else hybrid(layout, recipe, **options)
+    model = recipe.model() if layout is None else hybrid(layout, recipe, **options)
     optimizer = adamw(model)
     notes: dict[str, Any] = {}
     for step in range(2):
@@ -218,7 +207,7 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
 def deferred_then_cleared(
     layout: Layout | None, how: str, deferred: tuple[bool, bool], has_grad: bool
 ) -> dict[str, Any]:
-    model = built(EVEN) if layout is None else hybrid(layout, EVEN)
+    model = EVEN.model() if layout is None else hybrid(layout, EVEN)
     optimizer = adamw(model)
     if has_grad:
         mean_of_squares(model, layout_inputs(layout, 9)).backward()
@@ -239,7 +228,7 @@ def deferred_then_cleared(
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("deferred", [SCATTER, KEEP], ids=["scatter", "keep"])
 @pytest.mark.parametrize("how", ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"])
-def test_f02_clearing_gradients_clears_what_the_replicas_have_deferred(
+def test_clearing_gradients_clears_what_the_replicas_have_deferred(
     world4: World, how: str, deferred: tuple[bool, bool], has_grad: bool
 ) -> None:
     ranks = world4.run(deferred_then_cleared, SQUARE, how, deferred, has_grad)
@@ -248,7 +237,7 @@ def test_f02_clearing_gradients_clears_what_the_replicas_have_deferred(
 
 def clipped(layout: Layout | None) -> dict[str, Any]:
     """A step of everyday training: two microbatches, clipping, an evaluation between the steps."""
-    model = built(UNEVEN) if layout is None else hybrid(layout, UNEVEN)
+    model = UNEVEN.model() if layout is None else hybrid(layout, UNEVEN)
     optimizer = adamw(model)
     notes: dict[str, Any] = {}
     for step in range(3):
@@ -272,7 +261,7 @@ def test_deferring_clipping_and_evaluating_train_as_plainly(world4: World) -> No
 
 
 def divided(layout: Layout | None, factor: float, pattern: list[tuple[bool, bool]]) -> dict[str, Any]:
-    model = built(EVEN) if layout is None else hybrid(layout, EVEN)
+    model = EVEN.model() if layout is None else hybrid(layout, EVEN)
     if layout is not None:
         model.set_gradient_divide_factor(factor)
     for microbatch, what in enumerate(pattern):
@@ -287,7 +276,7 @@ def divided(layout: Layout | None, factor: float, pattern: list[tuple[bool, bool
 )
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0, 10.0])
 @pytest.mark.parametrize("pattern", ["all_each_time", "scatter_then_all"])
-def test_f07_gradients_are_the_sum_over_all_ranks_divided_by_the_factor(
+def test_gradients_are_the_sum_over_all_ranks_divided_by_the_factor(
     world4: World, layout: Layout, factor: float, pattern: str
 ) -> None:
     ranks = world4.run(divided, layout, factor, PATTERNS[pattern])
@@ -359,7 +348,7 @@ def by_name(layout: Layout, dims: dict[str, Any], **options: Any) -> dict[str, A
 
 
 def named_run(layout: Layout, recipe: Recipe, dims: dict[str, Any]) -> Any:
-    model = shard(built(recipe), recipe.but(options=by_name(layout, dims)))
+    model = shard(recipe.model(), recipe.but(options=by_name(layout, dims)))
     return train_on(layout, model, recipe)
 
 
@@ -374,7 +363,7 @@ def test_data_parallel_dimensions_are_chosen_by_name(
 
 
 def named_accumulation(layout: Layout | None, dims: dict[str, Any]) -> dict[str, Any]:
-    model = built(UNEVEN)
+    model = UNEVEN.model()
     if layout is not None:
         shard(model, UNEVEN.but(options=by_name(layout, dims)))
     for microbatch, what in enumerate([KEEP, SCATTER, ALL]):
@@ -391,7 +380,7 @@ def test_named_dimensions_defer_their_gradients_too(world4: World, name: str) ->
 
 
 def local_sizes(layout: Layout, dims: dict[str, Any]) -> dict[str, Any]:
-    model = shard(built(EVEN), EVEN.but(options=by_name(layout, dims)))
+    model = shard(EVEN.model(), EVEN.but(options=by_name(layout, dims)))
     found: dict[str, Any] = {}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
@@ -444,7 +433,7 @@ def spmd_run(
     layout: Layout | None, dims: dict[str, Any], is_local: bool, scale: float = 1.0
 ) -> dict[str, Any]:
     """Inputs are DTensors on the whole mesh, each rank's rows of one global batch."""
-    model = built(UNEVEN)
+    model = UNEVEN.model()
     if layout is not None:
         shard(distribute(model, layout), UNEVEN.but(options=by_name(layout, dims)))
     optimizer = adamw(model)
@@ -487,7 +476,7 @@ def test_gradients_are_averaged_even_when_the_loss_is_a_mean_over_all_ranks(
 
 def refused(case: str) -> str:
     dims = shardwise.DataParallelMeshDims
-    model = built(EVEN)
+    model = EVEN.model()
     cases: dict[str, Any] = {
         "nothing_named": lambda: dims(),
         "unknown_name": lambda: shardwise.fully_shard(

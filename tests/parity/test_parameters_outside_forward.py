@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import World
 from meshed import refusal
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,8 +19,7 @@ MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def tower(sharded: bool) -> Any:
-    torch.manual_seed(3)
-    model = even_tower().double()
+    model = built(even_tower, seed=3)
     return shard_model(model, wrap={type(model.blocks[0])}) if sharded else model
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from events import observe
 from harness import World
-from models import Tower, random_batch
+from models import Tower, built, random_batch
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -181,8 +181,7 @@ def test_what_is_left_out_is_there_to_be_left_out() -> None:
 def train_plainly(library: str) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps of AdamW, as one finds them in a tutorial."""
     fsdp = importlib.import_module(library)
-    torch.manual_seed(0)
-    model = Tower().double()
+    model = built(Tower, seed=0)
     for block in model.blocks:
         fsdp.fully_shard(block)
     fsdp.fully_shard(model)
@@ -201,8 +200,7 @@ def train_plainly(library: str) -> tuple[list[float], dict[str, Tensor]]:
 def train_with_every_option(library: str) -> tuple[list[float], dict[str, Tensor]]:
     """Every argument and method that both libraries have, where it changes no number."""
     fsdp = importlib.import_module(library)
-    torch.manual_seed(0)
-    model = Tower().double()
+    model = built(Tower, seed=0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     options = {
         "mesh": mesh,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_all_same
 from harness import World
 from meshed import (
     Layout,
-    assert_all_same,
     gradients_of,
     layout_inputs,
     parameters_of,
@@ -28,11 +28,13 @@ from meshed import (
 from models import (
     WIDTH,
     Block,
+    built,
     even_tower,
     language_model,
     next_token_loss,
     odd_model,
     random_batch,
+    shard_tower,
     token_batch,
     uneven_batch,
     uneven_tower,
@@ -42,7 +44,6 @@ from reference import (
     Recipe,
     adamw,
     assert_same_record,
-    built,
     full,
     mean_of_squares,
     plain_run,
@@ -120,7 +121,7 @@ PlacementFn = Callable[[nn.Parameter], Any]
 
 def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict[str, Any]) -> Any:
     options = {"mesh": layout.mesh(), "shard_placement_fn": place, **options}
-    return train_on(layout, shard(built(recipe), recipe.but(options=options)), recipe)
+    return train_on(layout, shard(recipe.model(), recipe.but(options=options)), recipe)
 
 
 @pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=5)
@@ -153,7 +154,7 @@ def test_hybrid_sharding_follows_the_placement_too(world4: World, recipe: Recipe
 
 def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
     options = {"mesh": layout.mesh(), "shard_placement_fn": place}
-    model = shard(built(recipe), recipe.but(options=options))
+    model = shard(recipe.model(), recipe.but(options=options))
     mean_of_squares(model, part(recipe.batch(0, 12), *layout.seat())).backward()
     found: dict[str, Any] = {}
     for name, param in model.named_parameters():
@@ -172,7 +173,7 @@ def test_each_rank_holds_its_chunk_of_the_dimension(
 ) -> None:
     """As torch.chunk cuts: ceil(size / ranks) each, the last ranks perhaps with fewer or none."""
     ranks = world4.run(shown, LINE, recipe, place)
-    for name, value in built(recipe).named_parameters():
+    for name, value in recipe.model().named_parameters():
         dim = (place(value) or Shard(0)).dim % value.ndim
         chunks = list(value.detach().chunk(4, dim))
         for rank, found in enumerate(ranks):
@@ -186,7 +187,7 @@ def test_each_rank_holds_its_chunk_of_the_dimension(
 
 
 def other_answer(answer: Any) -> str:
-    model = built(EVEN)
+    model = EVEN.model()
     message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), shard_placement_fn=lambda param: answer))
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     return message
@@ -280,8 +281,7 @@ def where_experts_go(param: nn.Parameter, ids: set[int], experts: Experts) -> An
 
 def mixture(experts: Experts, only: int | None) -> Mixture:
     """Both halves have the weights that the whole model has."""
-    torch.manual_seed(1234)
-    model = Mixture(experts.hidden).double()
+    model = built(Mixture, experts.hidden)
     if only is not None:
         for block in model.blocks:
             del block.experts[1 - only]
@@ -311,9 +311,7 @@ def trained_experts(experts: Experts) -> dict[str, Any]:
         "shard_placement_fn": partial(where_experts_go, ids=ids, experts=experts),
         **experts.options,
     }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_tower(model, **options)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
         expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense
@@ -384,14 +382,14 @@ def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Exper
 
 def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     layout = LINES[dist.get_world_size()]
-    model = shard(built(recipe), recipe.but(options={"mesh": layout.mesh(), **options}))
+    model = shard(recipe.model(), recipe.but(options={"mesh": layout.mesh(), **options}))
     return train_on(layout, model, recipe)
 
 
 @pytest.mark.thin(188)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
+def test_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
     expected = plain_run(recipe)
     for record in world4.run(line_run, recipe, {"reshard_after_forward": ranks}):
         assert_same_record(record, expected)
@@ -399,7 +397,7 @@ def test_f10_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: i
 
 def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) -> dict[str, Any]:
     """What may happen between forward and backward, on 2 ranks of 4."""
-    model = built(recipe)
+    model = recipe.model()
     if layout is not None:
         options = {"mesh": layout.mesh(), "reshard_after_forward": 2, "shard_placement_fn": place}
         shard(model, recipe.but(options=options))
@@ -426,14 +424,14 @@ def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("place", [None, second], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_f10_between_forward_and_backward_the_shards_are_shown_and_right(
+def test_between_forward_and_backward_the_shards_are_shown_and_right(
     world4: World, recipe: Recipe, place: PlacementFn | None
 ) -> None:
     assert_all_same(world4.run(resharded, LINE, recipe, place), resharded(None, recipe, None))
 
 
 def world_to_reshard_to(ranks: int) -> str:
-    model = built(EVEN)
+    model = EVEN.model()
     message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), reshard_after_forward=ranks))
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     return message
@@ -528,14 +526,12 @@ HABITS = {
 
 
 def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
-    torch.manual_seed(1234)
-    model = Checkpointed(habit.reentrant, habit.hidden).double()
+    model = built(Checkpointed, habit.reentrant, habit.hidden)
     for name, param in model.named_parameters():
         param.requires_grad_(not (habit.frozen and name.startswith(habit.frozen)))
     layout = None if feature is None else feature.layout
     if feature is not None:
-        for module in [*model.blocks, model]:
-            fully_shard(module, **feature.options())
+        shard_tower(model, **feature.options())
     optimizer = LocalAdamW(model.parameters(), lr=1e-2, foreach=True)
     notes: dict[str, Any] = {}
     for step in range(2):
@@ -562,7 +558,7 @@ def test_every_placement_goes_with_every_habit(world4: World, feature: Feature, 
 
 def devices(feature: Feature) -> set[str]:
     """Of everything that lives on between steps."""
-    model = shard(built(EVEN), EVEN.but(options=feature.options()))
+    model = shard(EVEN.model(), EVEN.but(options=feature.options()))
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()

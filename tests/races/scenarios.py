@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Tower
+from models import Tower, shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +24,7 @@ from races.collectives import Launch
 from races.device import DEVICE_TYPE, DeviceTensor, Site, on_host, unseen
 from races.reports import Finding
 from races.simulation import Simulation
-from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CommPolicy, MixedPrecisionPolicy
 
 WIDTH = 64
 DIRECT = CommPolicy(packing_limit_bytes=1024, part_bytes=0)
@@ -145,9 +145,7 @@ def tower(*shape: int, model: nn.Module | None = None, **options: Any) -> Any:
     """
     made: Any = Tower(WIDTH, 2 * WIDTH) if model is None else model
     given = {"mesh": mesh_of(*shape or (8,)), "comm_policy": DIRECT, **options}
-    for block in made.blocks:
-        fully_shard(block, **given)
-    sharded = fully_shard(made, **given)
+    sharded = shard_tower(made, **given)
     sharded.set_separate_reduce_scatter_group()
     return sharded
 

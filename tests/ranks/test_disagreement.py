@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,9 +45,7 @@ def forked(way_of_rank: list[int]) -> str:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     try:
         model(torch.ones(2, 4), way_of_rank[dist.get_rank()]).sum().backward()
     except RuntimeError as error:
@@ -54,7 +53,7 @@ def forked(way_of_rank: list[int]) -> str:
     return "no error"
 
 
-def test_f20_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
+def test_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
     for text in world2.run(forked, [0, 1]):
         assert (
             "rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); "
@@ -96,7 +95,7 @@ def uneven_accumulation(settings: Callable[[Any, bool], Any]) -> str:
 
 
 @pytest.mark.parametrize("settings", [told_to_sync, in_no_sync])
-def test_f21_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(
+def test_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(
     world2: World, settings: Callable[[Any, bool], Any]
 ) -> None:
     for text in world2.run(uneven_accumulation, settings):
@@ -152,9 +151,7 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
     pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
     mesh = DeviceMesh.from_group(pg, "cpu")
     model = Forks()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     try:
         for _ in range(steps_of_rank[dist.get_rank()]):
             model(torch.ones(2, 4), 0).sum().backward()
@@ -163,7 +160,7 @@ def uneven_microbatches(steps_of_rank: list[int]) -> str:
     return "no error"
 
 
-def test_f21_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
+def test_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
     more, done = world2.run(uneven_microbatches, [2, 1])
     assert re.search(
         r"rank 0 waiting for the all-gather of 'blocks.0' \(step \d+, forward\); rank 1 in no call of "

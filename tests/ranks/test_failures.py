@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import WorkerError, World
+from models import shard_tower
 from torch import Tensor, nn
 
-from shardwise import fully_shard
 from shardwise.ranks import failures
 from shardwise.ranks.failures import monitor_of_job
 
@@ -52,9 +52,7 @@ class Faulty(nn.Module):
 def built() -> Faulty:
     torch.manual_seed(0)
     model = Faulty()
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return shard_tower(model)
 
 
 def step(model: nn.Module) -> None:
@@ -174,9 +172,7 @@ class Forks(nn.Module):
 
 def forked() -> tuple[str, float]:
     model = Forks()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
     return told(lambda: model(torch.ones(2, 4), dist.get_rank() % 2), -1, "forked")
 
 
@@ -194,7 +190,7 @@ def fresh(world3: World) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
 
 
 @pytest.mark.parametrize("act", [in_forward, after_forward, in_backward])
-def test_f42_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
+def test_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
     (first, after), (own, _), (third, _) = fresh(act)
     assert own == "ValueError: batch 7 has no labels"
     where = "backward" if act is in_backward else "forward"

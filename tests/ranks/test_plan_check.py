@@ -10,10 +10,9 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
-from models import Tower, random_batch
-from reference import mean_of_squares
+from models import Tower, built, random_batch, shard_tower
 from refusals import wrapped
-from torch import nn
+from towers import backward
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
 from shardwise.engine import plan_check
@@ -23,18 +22,7 @@ from shardwise.strategies import register_comm_hook
 
 
 def tower(hidden: int = 16) -> Any:
-    torch.manual_seed(0)
-    return Tower(hidden=hidden).double()
-
-
-def blocks_first(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def step(model: nn.Module) -> None:
-    mean_of_squares(model, random_batch(0, 4)).backward()
+    return built(Tower, hidden=hidden, seed=0)
 
 
 def is_other() -> bool:
@@ -42,18 +30,18 @@ def is_other() -> bool:
 
 
 def frozen() -> Any:
-    model = blocks_first(tower())
+    model = shard_tower(tower())
     if is_other():
         model.blocks[1].up.weight.requires_grad_(False)
     return model
 
 
 def of_another_width() -> Any:
-    return blocks_first(tower(hidden=24 if is_other() else 16))
+    return shard_tower(tower(hidden=24 if is_other() else 16))
 
 
 def wrapped_otherwise() -> Any:
-    return fully_shard(tower()) if is_other() else blocks_first(tower())
+    return fully_shard(tower()) if is_other() else shard_tower(tower())
 
 
 def of_another_strategy() -> Any:
@@ -65,26 +53,26 @@ def zero1_and_zero2() -> Any:
 
 
 def of_another_dtype() -> Any:
-    return blocks_first(tower().float() if is_other() else tower())
+    return shard_tower(tower().float() if is_other() else tower())
 
 
 def of_another_precision() -> Any:
-    return blocks_first(tower(), mp_policy=MixedPrecisionPolicy(torch.bfloat16 if is_other() else None))
+    return shard_tower(tower(), mp_policy=MixedPrecisionPolicy(torch.bfloat16 if is_other() else None))
 
 
 def sent_otherwise() -> Any:
-    return blocks_first(tower(), comm_policy=CommPolicy(prefetch=2 if is_other() else 1))
+    return shard_tower(tower(), comm_policy=CommPolicy(prefetch=2 if is_other() else 1))
 
 
 def kept_otherwise() -> Any:
-    model = blocks_first(tower())
+    model = shard_tower(tower())
     if is_other():
         model.set_reshard_after_forward(False)
     return model
 
 
 def reduced_otherwise() -> Any:
-    model = blocks_first(tower())
+    model = shard_tower(tower())
     register_comm_hook(model, None, LowPrecisionReduction(torch.float16 if is_other() else torch.bfloat16))
     return model
 
@@ -93,7 +81,7 @@ def deeper() -> Any:
     model = tower()
     if is_other():
         model.blocks.append(tower().blocks[0])
-    return blocks_first(model)
+    return shard_tower(model)
 
 
 UNLIKE: tuple[Callable[[], Any], ...] = (
@@ -106,9 +94,9 @@ def plans_apart() -> list[str]:
     told = []
     for make in UNLIKE:
         model = make()
-        told.append(refusal(step, model))
-        assert refusal(step, model) == told[-1]
-    step(blocks_first(tower()))  # nothing is left of it all
+        told.append(refusal(backward, model))
+        assert refusal(backward, model) == told[-1]
+    backward(shard_tower(tower()))  # nothing is left of it all
     return told
 
 
@@ -116,7 +104,7 @@ def first_differences(texts: list[str]) -> str:
     return "\n".join(text.split("fit together. ")[1].split(" Build, shard")[0] for text in texts)
 
 
-def test_f17_ranks_with_different_plans_all_hear_the_first_difference(world2: World) -> None:
+def test_ranks_with_different_plans_all_hear_the_first_difference(world2: World) -> None:
     first, second = world2.run(plans_apart)
     assert first == second
     assert_expected_inline(
@@ -149,14 +137,14 @@ def apart_on_a_square() -> list[str]:
     other = dist.get_rank() == 2
     square = device_mesh((2, 2), ("replicate", "shard"))
     line = device_mesh((4,), ("shard",))
-    told = [refusal(step, blocks_first(tower(), mesh=line if other else square))]
-    model = blocks_first(tower(), mesh=square)
+    told = [refusal(backward, shard_tower(tower(), mesh=line if other else square))]
+    model = shard_tower(tower(), mesh=square)
     if other:
         model.outlet.bias.requires_grad_(False)
-    return [*told, refusal(step, model)]
+    return [*told, refusal(backward, model)]
 
 
-def test_f17_meshes_of_different_shapes_are_named(world4: World) -> None:
+def test_meshes_of_different_shapes_are_named(world4: World) -> None:
     ranks = world4.run(apart_on_a_square)
     assert ranks == [ranks[0]] * 4
     assert_expected_inline(
@@ -171,10 +159,10 @@ def changes_after_steps() -> list[str]:
     """What changes later, at once on both ranks and in different ways."""
     told = []
     for change in (later_frozen, later_set):
-        model = blocks_first(tower())
-        step(model)
+        model = shard_tower(tower())
+        backward(model)
         change(model, is_other())
-        told.append(refusal(step, model))
+        told.append(refusal(backward, model))
     return told
 
 
@@ -186,7 +174,7 @@ def later_set(model: Any, other: bool) -> None:
     model.set_gradient_divide_factor(4.0 if other else 2.0)
 
 
-def test_f17_plans_that_come_apart_later_are_refused(world2: World) -> None:
+def test_plans_that_come_apart_later_are_refused(world2: World) -> None:
     first, second = world2.run(changes_after_steps)
     assert [text.split("On rank")[0] for text in first] == [text.split("On rank")[0] for text in second]
     assert_expected_inline(
@@ -204,10 +192,10 @@ more changes).""",
 
 
 def changes_on_one_rank_alone(change: Callable[[Any], None]) -> list[str]:
-    model = blocks_first(tower())
-    step(model)
+    model = shard_tower(tower())
+    backward(model)
     change(model)
-    return [refusal(step, model)]
+    return [refusal(backward, model)]
 
 
 def freeze(model: Any) -> None:
@@ -227,7 +215,7 @@ def set_divisor(model: Any) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
-def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
+def test_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
     world = World(2)  # its connections are closed
     try:
         first, second = world.run(changes_on_one_rank_alone, change)
@@ -246,7 +234,7 @@ def test_f17_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(chang
 
 def comparisons() -> list[int]:
     """How often the store is asked: at first, and where plans change alike."""
-    model = blocks_first(tower())
+    model = shard_tower(tower())
     found = []
     with mock.patch.object(plan_check, "compare", wraps=plan_check.compare) as made:
 
@@ -257,26 +245,26 @@ def comparisons() -> list[int]:
         with torch.no_grad():
             model(random_batch(0, 4))
         note()
-        step(model)
+        backward(model)
         note()
         for _ in range(2):
             with no_sync(model):
-                step(model)
-            step(model)
+                backward(model)
+            backward(model)
             model.set_reshard_after_backward(False)
             model.set_gradient_divide_factor(2.0)
-            step(model)
+            backward(model)
         note()
         model.requires_grad_(False)
         model.outlet.requires_grad_(True)
-        step(model)
+        backward(model)
         note()
         model.requires_grad_(True)
         with torch.no_grad():
             model(random_batch(0, 4))
         note()
-        step(model)
-        step(model)
+        backward(model)
+        backward(model)
         note()
     return found
 
@@ -308,7 +296,7 @@ def uses_the_device_of_another_rank() -> str:
         return OwnDevice("cuda:0", "", "GPU-a")
 
     with mock.patch.object(plan_check.PlanCheck, "_own_device", own_device):
-        return refusal(lambda: step(blocks_first(tower())))
+        return refusal(lambda: backward(shard_tower(tower())))
 
 
 def test_all_ranks_hear_of_a_device_that_two_of_them_use(world2: World) -> None:

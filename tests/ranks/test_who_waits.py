@@ -18,10 +18,11 @@ import torch.distributed as dist
 from blocking_backend import blocking_group
 from expecttest import assert_expected_inline
 from harness import World
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
+from shardwise import clip_grad_norm_, load_checkpoint, save_checkpoint
 from shardwise.ranks import set_wait_limit
 from shardwise.ranks.failures import monitor_of_job
 
@@ -82,9 +83,7 @@ def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
     model = Blocks()
     pg = blocking_group() if backend == "only blocks" else dist.new_group()
     mesh = DeviceMesh.from_group(pg, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
     for _ in range(steps):
         step(model)
     return model, pg
@@ -105,7 +104,7 @@ def told(texts: list[str], before: int) -> str:
 
 
 def one_batch_fewer(backend: str) -> str:
-    """F21: the late rank has left the loop."""
+    """The late rank has left the loop."""
     before = monitor_of_job().steps
     model, _ = trained(backend)
     with reporting() as report:
@@ -169,7 +168,7 @@ BLOCKS_ONLY = [pytest.param("gloo", marks=pytest.mark.slow), "only blocks"]
 
 
 @pytest.mark.parametrize("backend", BOTH)
-def test_f21_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, backend: str) -> None:
+def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, backend: str) -> None:
     first, *others = world3.run(one_batch_fewer, backend)
     assert others == [first, first]
     assert_expected_inline(
@@ -242,7 +241,7 @@ def bad_batch() -> None:
 
 
 def fails() -> tuple[list[str], str]:
-    """F42: the late rank raises."""
+    """The late rank raises."""
     model, pg = trained("only blocks")
     if dist.get_rank() == LATE:
         model.pauses = bad_batch
@@ -254,7 +253,7 @@ def fails() -> tuple[list[str], str]:
 
 
 def other_blocks() -> tuple[list[str], str]:
-    """F20: the late rank leaves out a block."""
+    """The late rank leaves out a block."""
     model, pg = trained("only blocks")
     if dist.get_rank() == LATE:
         model.order = [0, 2]
@@ -269,7 +268,7 @@ def fresh(world2: World) -> Iterator[World]:
     world2.close()
 
 
-def test_f42_an_error_is_told_to_a_rank_whose_wait_nothing_can_end(fresh: World) -> None:
+def test_an_error_is_told_to_a_rank_whose_wait_nothing_can_end(fresh: World) -> None:
     (logged, raised), _ = fresh.run(fails)
     assert_expected_inline(
         "\n".join([*logged, raised]),
@@ -282,7 +281,7 @@ This rank waited for what rank 1 has not sent any more. The traceback is in the 
     )
 
 
-def test_f20_a_block_that_one_rank_leaves_out_is_named_before_the_timeout(fresh: World) -> None:
+def test_a_block_that_one_rank_leaves_out_is_named_before_the_timeout(fresh: World) -> None:
     (logged, raised), (second, _) = fresh.run(other_blocks)
     assert_expected_inline(
         "\n".join([*logged, raised]),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
-from models import Tower
+from models import Tower, shard_tower
 from refusals import (
     assert_says,
     assert_says_what_to_do,
@@ -86,9 +86,7 @@ def with_mesh(model: nn.Module, make: Callable[[], Any]) -> None:
 
 def shard_on_mesh(model: nn.Module, make: Callable[[], Any]) -> None:
     mesh = make()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_tower(model, mesh=mesh)
 
 
 def test_what_is_no_mesh_is_refused(world1: World) -> None:
@@ -116,7 +114,7 @@ def test_one_dimension_of_a_mesh_of_two_is_a_mesh(world2: World) -> None:
     assert_trains(world2, partial(shard_on_mesh, make=a_row_of_a_plane))
 
 
-def test_f39_a_mesh_of_a_device_that_the_group_does_not_serve_is_refused(world1: World) -> None:
+def test_a_mesh_of_a_device_that_the_group_does_not_serve_is_refused(world1: World) -> None:
     text = refusal(world1, partial(with_mesh, make=a_mesh_of_meta_devices))
     assert_says(text, "ValueError", "'meta'", "process group", "cpu", "init_process_group")
 
@@ -206,15 +204,9 @@ HARMLESS: dict[str, dict[str, Any]] = {
 }
 
 
-def shard_with(model: nn.Module, **arguments: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **arguments)
-    fully_shard(model, **arguments)
-
-
 @pytest.mark.parametrize("what", HARMLESS)
 def test_what_changes_no_number_is_allowed_and_changes_none(world1: World, what: str) -> None:
-    assert_trains(world1, partial(shard_with, **HARMLESS[what]))
+    assert_trains(world1, partial(shard_tower, **HARMLESS[what]))
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -14,13 +14,16 @@ from harness import World
 from models import Tower, random_batch
 from reference import full
 from refusals import (
+    A_REMEDY,
     SHARDED,
+    assert_refused,
     assert_says,
     assert_says_what_to_do,
     assert_trains,
     refusal,
     refusals,
     refuse,
+    refused,
     shard_block_1,
     shard_bottom_up,
     shard_root,
@@ -36,126 +39,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from shardwise import MixedPrecisionPolicy, fully_shard
 
-# --- what is given to be sharded ------------------------------------------------------------------
-
-
-def shard_instead(model: nn.Module, make: Callable[[nn.Module], Any]) -> None:
-    fully_shard(make(model))
-
-
-def the_class(model: nn.Module) -> Any:
-    return type(model)
-
-
-def its_parameters(model: nn.Module) -> Any:
-    return model.parameters()
-
-
-def its_state(model: nn.Module) -> Any:
-    return model.state_dict()
-
-
-def an_empty_list(model: nn.Module) -> Any:
-    return []
-
-
-def a_generator_of_blocks(model: nn.Module) -> Any:
-    return (block for block in model.blocks)
-
-
-def its_block_list(model: nn.Module) -> Any:
-    return model.blocks
-
-
-def a_dict_of_layers(model: nn.Module) -> Any:
-    return nn.ModuleDict({"inlet": model.inlet})
-
-
-def a_block_and_a_string(model: nn.Module) -> Any:
-    return [model.blocks[0], "blocks.1"]
-
-
-def a_block_and_a_container(model: nn.Module) -> Any:
-    return [model.inlet, model.blocks]
-
-
-def a_block_twice(model: nn.Module) -> Any:
-    return [model.inlet, model.blocks[0], model.blocks[0]]
-
-
-def a_block_and_its_layer(model: nn.Module) -> Any:
-    return [model.blocks[0], model.outlet, model.blocks[1].up, model.blocks[1]]
-
-
-def test_what_is_no_module_is_refused(world1: World) -> None:
-    makers = [the_class, its_parameters, its_state, a_generator_of_blocks]
-    text = refusals(world1, *(partial(shard_instead, make=make) for make in makers))
-    assert_expected_inline(
-        text,
-        """\
-TypeError: fully_shard: expected an nn.Module or a list of them, got
-the class Tower (its instance is needed, not the class).
-
-TypeError: fully_shard: expected an nn.Module or a list of them, got a
-generator.
-
-TypeError: fully_shard: expected an nn.Module or a list of them, got a
-OrderedDict.
-
-TypeError: fully_shard: expected an nn.Module or a list of them, got a
-generator.""",
-    )
-
-
-def test_an_empty_list_is_refused(world1: World) -> None:
-    text = refusals(world1, partial(shard_instead, make=an_empty_list))
-    assert_expected_inline(
-        text,
-        """\
-ValueError: fully_shard: the list of modules is empty; there is
-nothing to shard.""",
-    )
-
-
-def test_a_container_without_forward_is_refused(world1: World) -> None:
-    makers = [its_block_list, a_dict_of_layers]
-    text = refusals(world1, *(partial(shard_instead, make=make) for make in makers))
-    assert_expected_inline(
-        text,
-        """\
-ValueError: fully_shard: ModuleList has no forward, so nothing would
-tell when to unshard its parameters. Call fully_shard on its children,
-one by one, or on the module around it.
-
-ValueError: fully_shard: ModuleDict has no forward, so nothing would
-tell when to unshard its parameters. Call fully_shard on its children,
-one by one, or on the module around it.""",
-    )
-
-
-def test_a_container_without_forward_in_a_list_is_refused(world1: World) -> None:
-    text = refusal(world1, partial(shard_instead, make=a_block_and_a_container))
-    assert_says(text, "ValueError", "ModuleList", "has no forward")
-
-
-def test_a_list_with_something_else_in_it_is_refused_and_says_where(world1: World) -> None:
-    text = refusal(world1, partial(shard_instead, make=a_block_and_a_string))
-    assert_says(text, "TypeError", "str", "[1]")
-
-
-def test_a_module_twice_in_the_list_is_refused_and_named(world1: World) -> None:
-    text = refusal(world1, partial(shard_instead, make=a_block_twice))
-    assert_says(text, "ValueError", "twice", "Block", "[1]", "[2]")
-    assert_says_what_to_do(text)
-
-
-def test_a_module_inside_another_of_the_list_is_refused_and_named(world1: World) -> None:
-    text = refusal(world1, partial(shard_instead, make=a_block_and_its_layer))
-    assert_says(text, "ValueError", "Linear", "inside Block", "leave the inner one out")
-    assert_says(text, "up")  # which of the block's layers
-
-
-# --- modules that were sharded before -------------------------------------------------------------
+# --- what is given to be sharded, and what was sharded before -------------------------------------
 
 
 def wholly_sharded_tower() -> nn.Module:
@@ -168,44 +52,76 @@ def tower_with_a_pair() -> nn.Module:
     return fully_shard(model)
 
 
-def shard_block_1_in_a_list(model: nn.Module) -> None:
-    fully_shard([model.blocks[1], model.blocks[0]])
+NO_MODULE = "TypeError: fully_shard: expected an nn.Module or a list of them, got "
+NO_FORWARD = (
+    "has no forward, so nothing would tell when to unshard its parameters. "
+    "Call fully_shard on its children, one by one, or on the module around it."
+)
+BOTTOM_UP = ("ValueError", "bottom-up", "inner modules first")
+AGAIN = {"build": sharded_tower, **SHARDED}
 
-
-def shard_layer_of_block_1(model: nn.Module) -> None:
-    fully_shard(model.blocks[1].up)
-
-
-def test_the_root_cannot_be_sharded_twice(world1: World) -> None:
-    text = refusal(world1, shard_root, build=sharded_tower, **SHARDED)
-    assert_says(text, "ValueError: fully_shard: this Tower is already sharded", "once")
-
-
-@pytest.mark.parametrize("act", [shard_block_1, shard_block_1_in_a_list])
-def test_a_block_cannot_be_sharded_twice_and_is_named_in_full(world1: World, act: Any) -> None:
-    text = refusal(world1, act, build=sharded_tower, **SHARDED)
-    assert_says(text, "ValueError", "already sharded", "blocks.1")
-
-
-PARENT_FIRST = {
-    "block after root": (shard_block_1, wholly_sharded_tower, "Tower", "blocks.1"),
-    "layer after block": (shard_layer_of_block_1, sharded_tower, "blocks.1", "blocks.1.up"),
-    "layer after a list": (shard_layer_of_block_1, tower_with_a_pair, "blocks.1", "blocks.1.up"),
+REFUSED = {
+    "a class": refused(
+        lambda model: fully_shard(type(model)),
+        NO_MODULE + "the class Tower (its instance is needed, not the class).",
+    ),
+    "parameters": refused(lambda model: fully_shard(model.parameters()), NO_MODULE + "a generator."),
+    "a state dict": refused(lambda model: fully_shard(model.state_dict()), NO_MODULE + "a OrderedDict."),
+    "a generator of modules": refused(
+        lambda model: fully_shard(block for block in model.blocks), NO_MODULE + "a generator."
+    ),
+    "an empty list": refused(
+        lambda model: fully_shard([]),
+        "ValueError: fully_shard: the list of modules is empty; there is nothing to shard.",
+    ),
+    "a list of blocks": refused(
+        lambda model: fully_shard(model.blocks), "ValueError: fully_shard: ModuleList " + NO_FORWARD
+    ),
+    "a dict of layers": refused(
+        lambda model: fully_shard(nn.ModuleDict({"inlet": model.inlet})),
+        "ValueError: fully_shard: ModuleDict " + NO_FORWARD,
+    ),
+    "a container in a list": refused(
+        lambda model: fully_shard([model.inlet, model.blocks]), "ValueError", "ModuleList", "has no forward"
+    ),
+    "a string in a list": refused(
+        lambda model: fully_shard([model.blocks[0], "blocks.1"]), "TypeError", "str", "[1]"
+    ),
+    "a module twice in a list": refused(
+        lambda model: fully_shard([model.inlet, model.blocks[0], model.blocks[0]]),
+        *("ValueError", "twice", "Block", "[1]", "[2]", A_REMEDY),
+    ),
+    "a module inside another of the list": refused(  # it says which of the block's layers
+        lambda model: fully_shard([model.blocks[0], model.outlet, model.blocks[1].up, model.blocks[1]]),
+        *("ValueError", "Linear", "inside Block", "leave the inner one out", "up"),
+    ),
+    "the root twice": refused(
+        shard_root, "ValueError: fully_shard: this Tower is already sharded", "once", **AGAIN
+    ),
+    "a block twice": refused(shard_block_1, "ValueError", "already sharded", "blocks.1", **AGAIN),
+    "a block twice, in a list": refused(
+        lambda model: fully_shard([model.blocks[1], model.blocks[0]]),
+        *("ValueError", "already sharded", "blocks.1"),
+        **AGAIN,
+    ),
+    "a block after the root": refused(
+        *(shard_block_1, *BOTTOM_UP, "Tower, which", "blocks.1"), build=wholly_sharded_tower, **SHARDED
+    ),
+    "a layer after its block": refused(
+        lambda model: fully_shard(model.blocks[1].up), *BOTTOM_UP, "blocks.1, which", "blocks.1.up", **AGAIN
+    ),
+    "a layer after a list": refused(
+        lambda model: fully_shard(model.blocks[1].up),
+        *(*BOTTOM_UP, "blocks.1, which", "blocks.1.up"),
+        build=tower_with_a_pair,
+        **SHARDED,
+    ),
 }
 
 
-@pytest.mark.parametrize("case", PARENT_FIRST)
-def test_f32_a_child_after_its_parent_is_refused(world1: World, case: str) -> None:
-    act, build, parent, _ = PARENT_FIRST[case]
-    text = refusal(world1, act, build=build, **SHARDED)
-    assert_says(text, "ValueError", f"{parent}, which", "bottom-up", "inner modules first")
-
-
-@pytest.mark.parametrize("case", PARENT_FIRST)
-def test_f32_the_child_is_named_in_full(world1: World, case: str) -> None:
-    act, build, parent, child = PARENT_FIRST[case]
-    text = refusal(world1, act, build=build, **SHARDED)
-    assert_says(text.replace(f"{parent}, which", ""), child)
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_in_words_that_help(world1: World, case: str) -> None:
+    assert_refused(world1, __name__, case)
 
 
 # --- torch's own fully_shard and replicate --------------------------------------------------------
@@ -426,11 +342,11 @@ def shard_inlet_and_root(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("then", [shard_root, shard_inlet_and_root])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f23_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World, then: Any) -> None:
+def test_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World, then: Any) -> None:
     assert_trains(world, then, build=tied_tower_tied_after_sharding, plain=tied_tower)
 
 
-def test_f23_a_tie_within_one_call_is_fine(world1: World) -> None:
+def test_a_tie_within_one_call_is_fine(world1: World) -> None:
     assert_trains(world1, shard_root, build=tied_tower, plain=tied_tower)
 
 
@@ -473,7 +389,7 @@ def shard_root_while_the_first_is_unsharded(model: nn.Module) -> None:
         model[0].reshard()
 
 
-def test_f23_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
+def test_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
     assert_expected_inline(
         refusals(world2, run_second_holder, **SHARED),
         """\
@@ -484,7 +400,7 @@ these two, or shard both in one call, as a list.""",
     )
 
 
-def test_f23_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
+def test_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
     text = refusal(world2, shard_root_while_the_first_is_unsharded, **SHARED)
     assert_says(
         text, "RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"
@@ -498,7 +414,7 @@ def two_holders_on_two_meshes() -> nn.Module:
     return model
 
 
-def test_f23_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
+def test_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
     text = refusal(world2, shard_root, build=two_holders_on_two_meshes, then=start_again)
     assert_says(text, "ValueError", "0.layer.weight", "1.layer.weight", "are tied", "mesh", "or untie them")
 

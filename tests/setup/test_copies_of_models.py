@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from arrangements import Way, same
+from arrangements import Way
+from comparing import same
 from harness import World
 from meshed import refusal
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,7 @@ WAYS = [
 
 
 def copied_state(way: Way) -> bool:
-    """F34: `copy.deepcopy(model.state_dict())` is the usual way to keep the best weights so far."""
+    """`copy.deepcopy(model.state_dict())` is the usual way to keep the best weights so far."""
     model = way.model()
     kept = copy.deepcopy(model.state_dict())
     before = full_values(kept, None, True)
@@ -42,7 +43,7 @@ def copied_state(way: Way) -> bool:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_f34_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
+def test_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_state, way))
 
 
@@ -127,7 +128,7 @@ def test_a_sharded_model_does_not_travel_but_its_class_does(world2: World) -> No
 
 
 def copied_model(way: Way) -> bool:
-    """F34: a copy, with an EMA of its own, goes its own way."""
+    """A copy, with an EMA of its own, goes its own way."""
     model = way.model()
     before = full_state_dict(model, rank0_only=False)
     twin = copy.deepcopy(model)
@@ -147,5 +148,5 @@ def copied_model(way: Way) -> bool:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [Way(2), Way(4, "hybrid", "tied"), Way(2, "zero2")], ids=str)
-def test_f34_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
+def test_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_model, way))

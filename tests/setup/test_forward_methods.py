@@ -7,9 +7,9 @@ import pytest
 import torch
 from events import counts, events_of
 from harness import World
-from models import Block, Tower, random_batch
+from models import Block, Tower, built, random_batch, shard_tower
 from torch import Tensor, nn
-from towers import ROOT, assert_close, backward, gradients, names_of_dtensors, shard
+from towers import ROOT, assert_close, backward, gradients, names_of_dtensors
 
 from shardwise import register_fsdp_forward_method
 
@@ -29,8 +29,7 @@ class Encoder(Tower):
 
 
 def plain_encoder() -> Encoder:
-    torch.manual_seed(0)
-    return Encoder().double()
+    return built(Encoder, seed=0)
 
 
 def encode_and_go_back(model: Encoder) -> None:
@@ -38,7 +37,7 @@ def encode_and_go_back(model: Encoder) -> None:
 
 
 def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | None], list[str]]]:
-    model = shard(plain_encoder())
+    model = shard_tower(plain_encoder())
     for _ in range(times_registered):
         register_fsdp_forward_method(model, "encode")
     steps = []
@@ -64,7 +63,7 @@ def test_a_registered_method_trains_as_forward_does(world: World, times_register
 
 
 def encoder_after_a_failure() -> tuple[str, list[str], dict[str, Tensor | None]]:
-    model = shard(plain_encoder())
+    model = shard_tower(plain_encoder())
     register_fsdp_forward_method(model, "encode")
     with pytest.raises(LookupError) as caught:
         model.encode(random_batch(0, 4), fail=True)
@@ -73,7 +72,7 @@ def encoder_after_a_failure() -> tuple[str, list[str], dict[str, Tensor | None]]
     return str(caught.value), seen, gradients(model)
 
 
-def test_f41_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
+def test_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
     plain = plain_encoder()
     encode_and_go_back(plain)
     for message, sharded, got in world2.run(encoder_after_a_failure):
@@ -105,11 +104,10 @@ class RunByMethod(Block):
 
 
 def runs_by_method(is_sharded: bool) -> tuple[dict[str, Tensor | None], dict[str, int]]:
-    torch.manual_seed(0)
-    model = RunsItsBlocksByMethod().double()
+    model = built(RunsItsBlocksByMethod, seed=0)
     events: list[str] = []
     if is_sharded:
-        shard(model)
+        shard_tower(model)
         for block in model.blocks:
             register_fsdp_forward_method(block, "run")
         events = events_of(model)
@@ -126,7 +124,7 @@ def test_blocks_that_are_run_by_a_registered_method_train(world2: World) -> None
 
 
 def facts_of_registered_methods() -> dict[str, Any]:
-    model, other, unsharded = shard(plain_encoder()), shard(plain_encoder()), plain_encoder()
+    model, other, unsharded = shard_tower(plain_encoder()), shard_tower(plain_encoder()), plain_encoder()
     before = dict(vars(unsharded))
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(unsharded, "encode")
@@ -164,7 +162,7 @@ class Streaming(Tower):
 
 def streamed() -> list[Tensor]:
     torch.manual_seed(0)
-    model = shard(Streaming().double())
+    model = shard_tower(Streaming().double())
     register_fsdp_forward_method(model, "stream")
     with torch.no_grad():
         return list(model.stream(random_batch(0, 3)))
@@ -172,8 +170,7 @@ def streamed() -> list[Tensor]:
 
 def test_a_generator_can_be_registered_too_or_is_refused(world2: World) -> None:
     """Its body runs after the call has returned."""
-    torch.manual_seed(0)
-    plain = Streaming().double()
+    plain = built(Streaming, seed=0)
     with torch.no_grad():
         expected = list(plain.stream(random_batch(0, 3)))
     for got in world2.run(streamed_or_refused):

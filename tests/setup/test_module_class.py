@@ -8,9 +8,9 @@ import torch
 from dynamo import quiet_dynamo
 from events import counts, events_of
 from harness import World
-from models import Block, Tower, random_batch
+from models import Block, Tower, built, random_batch, shard_tower
 from torch import Tensor, nn
-from towers import assert_close, backward, gradients, plain_gradients, plain_tower, shard, sharded_tower
+from towers import assert_close, backward, gradients, plain_gradients, plain_tower, sharded_tower
 
 from shardwise import FSDPModule, fully_shard
 
@@ -200,7 +200,7 @@ def tower_of(cls: type[nn.Module]) -> Tower:
 def gradients_of_tower_of(cls: type[nn.Module], is_sharded: bool) -> dict[str, Tensor | None]:
     model = tower_of(cls)
     if is_sharded:
-        shard(model)
+        shard_tower(model)
         assert isinstance(model.blocks[0], cls)
         assert isinstance(model.blocks[0], FSDPModule)
         assert type(model.blocks[0]).__name__ == cls.__name__
@@ -233,7 +233,7 @@ def gradients_of_compiled_blocks() -> dict[str, Tensor | None]:
     quiet_dynamo()
     model = plain_tower()
     model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
-    shard(model)
+    shard_tower(model)
     backward(model)
     return {name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()}
 
@@ -273,7 +273,7 @@ class HasItsOwnReshard(Block):
 def gradients_with_a_name_taken() -> dict[str, Tensor | None] | str:
     model = tower_of(HasItsOwnReshard)
     try:
-        shard(model)
+        shard_tower(model)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     backward(model)
@@ -298,7 +298,7 @@ def class_through_pickle() -> tuple[bool, str]:
         return False, f"{type(error).__name__}: {error}"
 
 
-def test_f34_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
+def test_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
     assert world1.run(class_through_pickle) == [(True, "")]
 
 
@@ -404,8 +404,7 @@ class Collected(nn.Module):
 
 
 def collected_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = Collected().double()
+    model = built(Collected, seed=0)
     if is_sharded:
         fully_shard(model)
     backward(model)
@@ -428,7 +427,7 @@ def tower_of_parametrized_layers() -> Tower:
 def parametrized_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
     model = tower_of_parametrized_layers()
     if is_sharded:
-        shard(model)
+        shard_tower(model)
     backward(model)
     return gradients(model)
 
@@ -454,14 +453,13 @@ class WithBuffers(Tower):
 
 
 def plain_with_buffers() -> WithBuffers:
-    torch.manual_seed(0)
-    return WithBuffers().double()
+    return built(WithBuffers, seed=0)
 
 
 def facts_of_buffers() -> dict[str, Any]:
     model = plain_with_buffers()
     before = dict(model.named_buffers())
-    shard(model)
+    shard_tower(model)
     same = [name for name, buffer in model.named_buffers() if before[name] is buffer]
     backward(model)
     return {
@@ -493,7 +491,7 @@ def names_and_shapes(model: nn.Module) -> dict[str, Any]:
 
 
 def names_before_unsharded_and_after() -> list[dict[str, Any]]:
-    model = shard(plain_with_buffers())
+    model = shard_tower(plain_with_buffers())
     model.blocks[0].norm.bias.requires_grad_(False)
     names = [names_and_shapes(model)]
     model.unshard()
@@ -559,7 +557,7 @@ def frozen_and_thawed() -> tuple[list[str], list[str], dict[str, Tensor | None]]
     return with_gradients, reduced, gradients(model)
 
 
-def test_f29_requires_grad_freezes_and_thaws(world2: World) -> None:
+def test_requires_grad_freezes_and_thaws(world2: World) -> None:
     names = [f"blocks.1.{name}" for name, _ in plain_tower().blocks[1].named_parameters()]
     for with_gradients, reduced, got in world2.run(frozen_and_thawed):
         assert with_gradients == names
@@ -578,7 +576,7 @@ class WithDropout(Tower):
 
 def modes() -> list[Any]:
     torch.manual_seed(0)
-    model = shard(WithDropout().double())
+    model = shard_tower(WithDropout().double())
     x = random_batch(0, 4)
     facts: list[Any] = [torch.equal(model(x), model(x))]
     facts += [model.eval() is model, {module.training for module in model.modules()}]

@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.interop import PipelineStage
 from software_gpu.training import join, mesh_of
 
@@ -69,12 +70,6 @@ def plain(count: int, dtype: torch.dtype | None = None) -> tuple[list[float], di
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def shard(module: Any, mesh: Any, **settings: Any) -> None:
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(module, mesh=mesh, **settings)
-
-
 # --- pipelines ------------------------------------------------------------------------------------
 
 
@@ -91,7 +86,7 @@ def pipelined(name: str, sharded: int, **settings: Any) -> float:
         indices = list(range(rank, count, depth))
     modules: list[Any] = [stages(count)[index].cuda() for index in indices]
     for module in modules:
-        shard(module, mesh["shard"], **settings)
+        shard_tower(module, mesh=mesh["shard"], **settings)
     device = torch.device("cuda", torch.cuda.current_device())
     local = [
         PipelineStage(module, index, count, device, group=mesh.get_group("pipe"))
@@ -131,7 +126,7 @@ def tensor_parallel(dtype: torch.dtype | None = None, **settings: Any) -> float:
     model = model.cuda()
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    shard(model, mesh["data"], **settings)
+    shard_tower(model, mesh=mesh["data"], **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, foreach=False)
     expected, weights = plain(1, dtype)
     part, off = mesh["data"].get_local_rank(), []

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import CommPolicy, CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from shardwise import CommPolicy, CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
 from shardwise.optim import FlatOptimizer, Muon, is_hidden_matrix, offload_optimizer_state
 from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
@@ -307,9 +308,7 @@ def plain(recipe: Recipe) -> Results:
 
 def sharded(recipe: Recipe, mesh: DeviceMesh, settings: dict[str, Any]) -> Results:
     model: Any = new_model(recipe).cuda()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
+    shard_tower(model, mesh=mesh, **settings)
     recipe.prepare(model)
     optimizer = recipe.optimizer(model)
     scaler = shardwise.GradScaler("cuda", init_scale=2.0**8) if recipe.scaled else None

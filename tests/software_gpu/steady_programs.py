@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, batch_of
+from models import shard_tower
 from torch import nn
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.optim import FlatOptimizer
 from software_gpu import inside
 from software_gpu.training import Model, join, mesh_of, tokens
@@ -48,8 +49,7 @@ def sharded_model(hybrid: bool = False, **settings: Any) -> Any:
     world = dist.get_world_size()
     shape, names = ((2, world // 2), ("replicate", "shard")) if hybrid else ((world,), ("shard",))
     mesh = mesh_of(shape, names)
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=mesh, **settings)
+    shard_tower(model, mesh=mesh, **settings)
     return model
 
 

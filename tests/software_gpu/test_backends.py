@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch, shard_tower
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import fully_shard
 from shardwise.comm.communicators import BackendCollectives
 from shardwise.torch_compat import c10d
 from software_gpu.launch import run_on_gpus
@@ -56,8 +55,7 @@ def noted_reductions() -> Iterator[set[str]]:
 
 def plain_losses(world: int, steps: int) -> list[float]:
     """Of the mean over all ranks' batches, in one process without a device."""
-    torch.manual_seed(0)
-    model = even_tower().double()
+    model = built(even_tower, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -91,8 +89,7 @@ def sharded(device: torch.device, keep: bool | int = True) -> Any:
     torch.manual_seed(0)
     model: Any = even_tower().double().to(device)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+    shard_tower(model, mesh=mesh, reshard_after_forward=keep)
     return model
 
 
@@ -158,8 +155,7 @@ def error_without_set_device() -> str:
     dist.init_process_group("nccl")
     torch.manual_seed(0)
     model: Any = even_tower().cuda()
-    for module in (*model.blocks, model):
-        fully_shard(module)
+    shard_tower(model)
     try:
         model(random_batch(0, 4).float().cuda())
     except RuntimeError as error:

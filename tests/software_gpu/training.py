@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 
 STEPS = 3
 
@@ -100,9 +101,7 @@ def sharded(
     """The same with fully_shard on devices."""
     torch.manual_seed(0)
     model: Any = Model().cuda()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
+    shard_tower(model, mesh=mesh, **settings)
     if prepare is not None:
         prepare(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, **(optimizer or {}))

@@ -3,7 +3,6 @@
 What one rank changes is one bit of one element. The check must find it wherever it is, and nothing else.
 """
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
-from models import OddModel, Tower, odd_model, random_batch
+from models import OddModel, Tower, built, odd_model, random_batch, shard_tower
 from refusals import wrapped
 from strategies import FOUR, Plan, Wire
 from thread_ranks import ThreadRanks
@@ -25,17 +24,6 @@ from shardwise.params import initial_values
 from shardwise.ranks import replicas
 
 SQUARE = Layout((2, 2))
-
-
-def built(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return Tower().double()
-
-
-def shard(model: Any, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def flip(param: Tensor, bit: int = 0) -> None:
@@ -54,7 +42,7 @@ def forward(model: nn.Module) -> None:
 
 
 def first_forward(seeds: tuple[int, ...], mesh: Layout) -> list[str]:
-    model = shard(built(seeds[dist.get_rank()]), mesh=mesh.mesh())
+    model = shard_tower(built(Tower, seed=seeds[dist.get_rank()]), mesh=mesh.mesh())
     twice = [refusal(forward, model), refusal(forward, model)]
     assert twice[0] == twice[1]
     sync_module_states(model)
@@ -62,7 +50,7 @@ def first_forward(seeds: tuple[int, ...], mesh: Layout) -> list[str]:
     return twice
 
 
-def test_f05_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
+def test_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
     ranks = world4.run(first_forward, (0, 0, 1, 1), SQUARE)
     assert ranks == [ranks[0]] * 4
     assert_expected_inline(
@@ -78,7 +66,7 @@ check_equal_weights=False compares nothing.""",
 
 
 def one_bit(rank: int, bit: int, plan: Plan) -> list[str]:
-    model = plan.shard(built())
+    model = plan.shard(built(Tower, seed=0))
     check_replicas(model)
     if dist.get_rank() == rank:
         flip(model.blocks[1].up.weight, bit)
@@ -97,7 +85,7 @@ def test_one_bit_on_one_rank_is_found_and_told_on_all(world4: World, plan: Plan,
 
 
 def exchanged_elements() -> str:
-    model = fully_shard(built(), mesh=device_mesh((2, 1), ("replicate", "shard")))
+    model = fully_shard(built(Tower, seed=0), mesh=device_mesh((2, 1), ("replicate", "shard")))
     if dist.get_rank() == 1:
         local = model.inlet.weight.to_local().data.view(-1)
         local[[3, 40]] = local[[40, 3]]
@@ -126,7 +114,7 @@ def test_scalars_that_every_rank_keeps_are_compared(world4: World) -> None:
 
 
 def equal_models() -> None:
-    for model in (built(), OddModel().double()):
+    for model in (built(Tower, seed=0), OddModel().double()):
         with torch.no_grad():
             for param in model.parameters():
                 if param.is_floating_point() and param.numel():
@@ -157,7 +145,7 @@ def test_what_tensor_parallelism_replicates_is_compared(world2: World) -> None:
 
 def unlike_where_they_may_be() -> None:
     """Ignored and plain parameters, and shards that no other rank has."""
-    model = built(dist.get_rank())
+    model = built(Tower, seed=dist.get_rank())
     ignored = {model.inlet.weight.requires_grad_(False)}
     fully_shard(model.blocks[0], check_equal_weights=False)
     fully_shard(model.outlet, ignored_params=ignored, check_equal_weights=False)
@@ -173,7 +161,7 @@ def test_what_is_nobodys_copy_is_not_compared(world2: World) -> None:
 
 
 def num_checks() -> list[int]:
-    model = shard(built(), mesh=SQUARE.mesh())
+    model = shard_tower(built(Tower, seed=0), mesh=SQUARE.mesh())
     found = []
     with mock.patch.object(initial_values, "differing", wraps=initial_values.differing) as numbers:
         with torch.no_grad():
@@ -193,7 +181,7 @@ def test_the_first_forward_with_gradients_compares_and_no_other(world4: World) -
 
 
 def agreements(layout: Layout) -> tuple[int, float]:
-    model = shard(built(), mesh=layout.mesh())
+    model = shard_tower(built(Tower, seed=0), mesh=layout.mesh())
     with Wire() as wire:
         check_replicas(model)
     return wire.agreements, wire.bytes
@@ -265,9 +253,9 @@ def without_values_on_one_rank() -> str:
     for param in model.parameters():
         if not param.is_meta:
             nn.init.zeros_(param)
-    shard(model, mesh=device_mesh((2, 1), ("replicate", "shard")))
+    shard_tower(model, mesh=device_mesh((2, 1), ("replicate", "shard")))
     told = refusal(check_replicas, model)
-    check_replicas(shard(built(), mesh=device_mesh((2, 1), ("replicate", "shard"))))
+    check_replicas(shard_tower(built(Tower, seed=0), mesh=device_mesh((2, 1), ("replicate", "shard"))))
     return told
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import Way, built, same
+from arrangements import Way, built, world_of
+from comparing import assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -67,26 +68,6 @@ def trained_plainly(way: Way, kind: str, steps: range) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
-
-
-def assert_close(got: Any, want: Any) -> None:
-    if isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_close(got[key], want[key])
-    elif isinstance(want, (list, tuple)):
-        assert type(got) is type(want)
-        for one, other in zip(got, want, strict=True):
-            assert_close(one, other)
-    elif isinstance(want, Tensor):
-        assert type(got) is Tensor
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-    else:
-        assert got == want
-
-
 # --- out ------------------------------------------------------------------------------------------
 
 
@@ -114,7 +95,7 @@ def test_the_state_by_id_is_that_of_the_plain_optimizer(
     for rank, (named, numbered, first, comes_back) in enumerate(
         world_of(way, request).run(states_by_id, way, kind)
     ):
-        assert_close(numbered["state"], want["state"])
+        assert_equal(numbered["state"], want["state"], atol=1e-10)
         assert numbered["param_groups"] == want["param_groups"]
         assert [name for group in named["param_groups"] for name in group["params"]] == order
         assert comes_back
@@ -152,7 +133,7 @@ def test_a_plain_run_goes_on_sharded(
     want = plain_step(way, kind, first, copy.deepcopy(second))
     for state, rates in world_of(way, request).run(gone_on, way, kind, keys, everywhere, first, second):
         assert rates == [group["lr"] for group in optimizer.param_groups]
-        assert_close(state, want)
+        assert_equal(state, want, atol=1e-10)
 
 
 def plain_step(way: Way, kind: str, first: Any, second: Any) -> dict[str, Tensor]:
@@ -171,7 +152,7 @@ def test_a_sharded_run_goes_on_plainly(world2: World, kind: str) -> None:
     way = Way(2)
     model, _ = trained_plainly(way, kind, range(3))
     (first, numbered), _ = world2.run(saved_after_two, way, kind)
-    assert_close(plain_step(way, kind, first, numbered), model.state_dict())
+    assert_equal(plain_step(way, kind, first, numbered), model.state_dict(), atol=1e-10)
 
 
 def saved_after_two(way: Way, kind: str) -> Any:
@@ -247,13 +228,13 @@ def test_state_finds_its_parameters_in_another_order(world2: World, order: str, 
     """Optimizers pair parameters by place: in a wrong order the state of one goes to another, silently."""
     want, _ = trained_plainly(Way(2), "adamw", range(3))
     for weights, by_id, got in world2.run(gone_on_in, order, keys):
-        assert_close(got, want.state_dict())
+        assert_equal(got, want.state_dict(), atol=1e-10)
         plain = built("uneven")
         plain.load_state_dict(weights)
         optimizer = in_order(plain, order)
         optimizer.load_state_dict(by_id)
         step(plain, optimizer, 2)
-        assert_close(plain.state_dict(), want.state_dict())
+        assert_equal(plain.state_dict(), want.state_dict(), atol=1e-10)
 
 
 def test_ids_ascend_and_groups_keep_their_own_values() -> None:
@@ -367,8 +348,8 @@ def test_nested_state_is_gathered_and_loaded(world2: World, is_stepped: bool) ->
     names = [name for name, _ in model.named_parameters()]
     want = {names[index]: own for index, own in optimizer.state_dict()["state"].items()}
     for saved, loaded in world2.run(nested, is_stepped):
-        assert_close(saved["state"], want)
-        assert_close(loaded, saved)
+        assert_equal(saved["state"], want, atol=1e-10)
+        assert_equal(loaded, saved, atol=1e-10)
 
 
 def test_nested_state_keeps_its_dtypes() -> None:
@@ -378,7 +359,7 @@ def test_nested_state_keeps_its_dtypes() -> None:
     first.step()
     _, saved = full_state_dict(model, first)
     load_full_optimizer_state_dict(model, second, saved)
-    assert_close(full_state_dict(model, second)[1], saved)
+    assert_equal(full_state_dict(model, second)[1], saved, atol=1e-10)
 
 
 class Scaled(nn.Module):
@@ -417,7 +398,7 @@ def test_the_state_of_a_scalar_parameter(world2: World, is_stepped: bool, foreac
     for number in range(2):
         step(model, optimizer, number)
     for got in world2.run(of_a_scalar, is_stepped, foreach):
-        assert_close(got, model.state_dict())
+        assert_equal(got, model.state_dict(), atol=1e-10)
 
 
 def under_the_other_name() -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
@@ -23,10 +24,6 @@ from shardwise.comm import full_tensors
 from shardwise.state import iter_full_parameters
 
 over_all_ways = pytest.mark.parametrize("way", WAYS, ids=str)
-
-
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
 
 
 def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:
@@ -60,7 +57,7 @@ def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.Fix
 
 
 def a_model_loads(way: Way) -> bool:
-    """F35: a full state loads into the model by its own method."""
+    """A full state loads into the model by its own method."""
     model, other = way.model(seed=0), way.model(seed=1)
     other.load_state_dict(full_state_dict(model, rank0_only=False))
     return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
@@ -68,7 +65,7 @@ def a_model_loads(way: Way) -> bool:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
-def test_f35_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
+def test_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(world_of(way, request).run(a_model_loads, way))
 
 
@@ -504,7 +501,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("shape", "dim"), [((4,), 0), ((2, 2), 0), ((4,), 1)], ids=["sharded", "hybrid", "columns"]
 )
-def test_f51_f52_f53_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
+def test_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -> None:
     first, *others = world4.run(peaks, shape, dim)
     for peak in (first, *others):
         assert 1 <= peak["iterating"] <= 2.1  # the bucket is two layers

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
-from models import CausalBlock, LanguageModel, random_batch
+from models import CausalBlock, LanguageModel, random_batch, shard_tower
 from refusals import wrapped
 from strategies import FOUR, Plan, live_bytes
 from torch import Tensor, nn
@@ -179,14 +179,8 @@ def plain(case: Case, seed: int = 7) -> dict[str, Tensor]:
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
-def shard(model: nn.Module, **options: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 def materialized(case: Case, seed: int = 7, **options: Any) -> dict[str, Tensor]:
-    model = shard(on_meta(case.make), **options)
+    model = shard_tower(on_meta(case.make), **options)
     torch.manual_seed(seed)
     assert materialize(model, case.init) is model
     return {**tensors_of(model), "next": torch.rand(3)}
@@ -206,7 +200,7 @@ def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None
 @pytest.mark.thin(15)
 @by_world
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_f13_values_are_those_of_one_process(world: World, case: Case) -> None:
+def test_values_are_those_of_one_process(world: World, case: Case) -> None:
     assert_bits(world.run(materialized, case), plain(case))
 
 
@@ -262,7 +256,7 @@ def tensor_parallel(shape: tuple[int, int, int], is_sharded: bool) -> dict[str, 
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
     if is_sharded:
-        shard(model, mesh=mesh["replicate", "shard"])
+        shard_tower(model, mesh=mesh["replicate", "shard"])
     torch.manual_seed(7)
     materialize(model)
     return {**tensors_of(model), "next": torch.rand(3)}
@@ -287,7 +281,7 @@ def Wide() -> nn.Module:
     return nn.Linear(8, 4)
 
 
-def test_f13_rows_on_different_ranks_differ(world4: World) -> None:
+def test_rows_on_different_ranks_differ(world4: World) -> None:
     rows = world4.run(rows_of_each_rank)
     assert all(not torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
 
@@ -350,7 +344,7 @@ def with_values_beforehand() -> dict[str, Any]:
     nn.init.constant_(model.head.weight, 3.0)
     block = model.blocks[0]
     block.up.bias = nn.Parameter(torch.full((48,), 5.0))
-    shard(model)
+    shard_tower(model)
     materialize(model)
     assert not any(p.is_meta for p in model.parameters())
     return {"head": tensors_of(model)["head.weight"], "bias": tensors_of(block)["up.bias"]}
@@ -363,7 +357,7 @@ def test_values_that_are_there_already_are_left_alone(world2: World) -> None:
 
 
 def one_block_of_many() -> tuple[list[str], dict[str, Tensor]]:
-    model = shard(on_meta(LanguageModel))
+    model = shard_tower(on_meta(LanguageModel))
     torch.manual_seed(7)
     materialize(model.blocks[1])
     materialize(model.norm)
@@ -386,7 +380,7 @@ def OneBlock() -> nn.Module:
 
 
 def trained_by_an_older_optimizer() -> tuple[bool, int, dict[str, Tensor]]:
-    model = shard(on_meta(LanguageModel))
+    model = shard_tower(on_meta(LanguageModel))
     before = list(model.parameters())
     for param in before:
         param.is_marked = True
@@ -417,7 +411,7 @@ def test_an_optimizer_that_was_built_before_trains_the_model(world2: World) -> N
 
 def drawn_after_other_seeds() -> tuple[dict[str, Tensor], Tensor]:
     rank = dist.get_rank()
-    model = shard(on_meta(LanguageModel))
+    model = shard_tower(on_meta(LanguageModel))
     torch.manual_seed(7 if rank < 2 else 100 + rank)
     materialize(model)
     return tensors_of(model), torch.rand(3)
@@ -437,7 +431,7 @@ def test_all_ranks_draw_as_the_first_and_then_as_they_would_have(world4: World) 
 
 
 def called_with(case: Case) -> list[str]:
-    model = shard(on_meta(case.make))
+    model = shard_tower(on_meta(case.make))
     names = {module: name for name, module in model.named_modules()}
     calls: list[str] = []
 
@@ -497,7 +491,7 @@ UNIT = 256 * 256 * 4
 def most_bytes() -> tuple[float, float]:
     """The most that was alive during an init, and what was alive afterwards; in layers."""
     before = live_bytes()
-    model = shard(on_meta(Squares))
+    model = shard_tower(on_meta(Squares))
     most: list[int] = []
 
     def init(module: nn.Module) -> None:
@@ -535,7 +529,7 @@ class WithBare(Model):
 
 def refused(make: Callable[[], nn.Module], init: Callable[[nn.Module], None] | None = None) -> Any:
     """How it is refused, what is on the meta device afterwards, and how many shards are not in place."""
-    model = shard(on_meta(make))
+    model = shard_tower(on_meta(make))
     params = list(model.parameters())
     torch.manual_seed(7)
     try:
@@ -595,7 +589,7 @@ _ROOT: list[nn.Module] = []
 
 
 def refused_from_the_root(how: str) -> Any:
-    model = shard(on_meta(PairTower))
+    model = shard_tower(on_meta(PairTower))
     _ROOT[:] = [model]
 
     def init(module: nn.Module) -> None:
@@ -739,7 +733,7 @@ initialising blocks.1.1 (Breaks).""",
 
 
 def initialised_at_the_second_attempt() -> bool:
-    model = shard(on_meta(BreaksLate))
+    model = shard_tower(on_meta(BreaksLate))
     with suppress(ValueError):
         materialize(model)
     materialize(model, lambda module: [nn.init.ones_(p) for p in module.parameters()])

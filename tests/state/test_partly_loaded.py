@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import Way, built, same
+from arrangements import Way, built
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal

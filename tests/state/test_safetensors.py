@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, same
+from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
+from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -22,10 +23,6 @@ from shardwise import full_state_dict, fully_shard, load_full_state_dict
 from shardwise.state import save_safetensors
 from shardwise.state.model_files import INDEX, SINGLE, ModelFiles
 from shardwise.torch_compat import dtensor
-
-
-def world_of(way: Way, request: pytest.FixtureRequest) -> World:
-    return request.getfixturevalue(f"world{way.ranks}")
 
 
 def state_of(way: Way, seed: int = 0) -> dict[str, Tensor]:
@@ -142,7 +139,7 @@ def peak_of_saving(folder: str) -> float:
     return peak_bytes(lambda: save_safetensors(model, folder, max_shard_bytes=LAYER)) / LAYER
 
 
-def test_f52_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
+def test_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
     for peak in world4.run(peak_of_saving, str(tmp_path)):
         assert 1 <= peak <= 2.1  # what was gathered before is let go of as the next is there
 
@@ -330,7 +327,7 @@ def bytes_read(folder: str) -> float:
     return asked / sum(value.numel() * value.itemsize for value in state_of(Way(4, build="even")).values())
 
 
-def test_f51_each_rank_reads_its_rows_only(world4: World, tmp_path: Path) -> None:
+def test_each_rank_reads_its_rows_only(world4: World, tmp_path: Path) -> None:
     save_safetensors_plainly(Way(4, build="even"), tmp_path)
     shares = world4.run(bytes_read, str(tmp_path))
     assert sum(shares) == pytest.approx(1)  # the file is read once, by all together

@@ -81,7 +81,7 @@ def spread_plain(src: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f05_a_model_that_is_not_sharded_comes_from_the_source(world: World) -> None:
+def test_a_model_that_is_not_sharded_comes_from_the_source(world: World) -> None:
     src = world.size - 1
     for got in world.run(spread_plain, src):
         assert_bits(got, in_full(built(src)))
@@ -94,7 +94,7 @@ def loaded_on_one_rank_then_sharded() -> list[Any]:
     return [in_full(model), model(random_batch(0, 12)).detach()]
 
 
-def test_f05_a_model_that_one_rank_has_loaded_is_sharded_everywhere(world2: World) -> None:
+def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere(world2: World) -> None:
     model = built(1)
     want = in_full(model)
     output = model(random_batch(0, 12)).detach()
@@ -133,7 +133,7 @@ def spread_by_plan(plan: Plan, src: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("plan", "world"), [(plan, plan.ranks) for plan in ALWAYS], indirect=["world"], ids=str
 )
-def test_f05_shards_come_from_the_replica_of_the_source(world: World, plan: Plan) -> None:
+def test_shards_come_from_the_replica_of_the_source(world: World, plan: Plan) -> None:
     src = plan.ranks - 1
     for differing, buffers in world.run(spread_by_plan, plan, src):
         assert differing == []
@@ -149,7 +149,7 @@ def drifted_buffers() -> list[Any]:
     return [drifted, dict(model.named_buffers())]
 
 
-def test_f06_buffers_that_drifted_apart_are_made_equal(world2: World) -> None:
+def test_buffers_that_drifted_apart_are_made_equal(world2: World) -> None:
     (first, _), (second, _) = ranks = world2.run(drifted_buffers)
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
     for _, synchronised in ranks:

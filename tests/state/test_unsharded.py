@@ -13,24 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
-from meshed import (
-    Asks,
-    Layout,
-    assert_all_same,
-    device_mesh,
-    gradients_of,
-    parameters_of,
-    refusal,
-    tensors_of,
-)
-from models import even_tower, language_model, odd_model, random_batch, uneven_tower
+from meshed import Asks, Layout, device_mesh, gradients_of, parameters_of, refusal, tensors_of
+from models import built, even_tower, language_model, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import wrapped
 from scenario import one_thread
-from strategies import FOUR, SOME_PLANS, Plan, live_bytes
+from strategies import FOUR, SOME_PLANS, Plan, live_bytes, part, plainly, step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -45,11 +37,6 @@ by_plan = pytest.mark.parametrize(
 by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
 ZERO3 = Plan("zero3", 2)
-
-
-def built(make: Callable[..., nn.Module], *args: Any) -> Any:
-    torch.manual_seed(1234)
-    return make(*args).double()
 
 
 class Tied(nn.Module):
@@ -87,29 +74,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (Tied, 7),
     "recurrent": (Recurrent, 8),
 }
-
-
-def part(plan: Plan | None, seed: int, width: int) -> Tensor:
-    batch = random_batch(seed, 12, width)
-    if plan is None:
-        return batch
-    share = 12 // plan.ranks
-    return batch[dist.get_rank() * share :][:share].clone()
-
-
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, seed: int, width: int
-) -> None:
-    optimizer.zero_grad()
-    mean_of_squares(model, part(plan, seed, width)).backward()
-    optimizer.step()
-
-
-@cache
-def plainly(act: Callable[..., Any], *args: Any) -> Any:
-    """What the plain run of `act` finds, once for all tests."""
-    with one_thread():
-        return act(None, *args)
 
 
 def opened(model: nn.Module, plan: Plan | None, **options: Any) -> Any:

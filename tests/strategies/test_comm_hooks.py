@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from failure_models import Failure, PartlyUsed, built
+from failure_models import Failure, PartlyUsed
 from harness import World
 from meshed import refusal
-from models import WIDTH, even_tower, odd_model, random_batch, uneven_tower
+from models import WIDTH, built, even_tower, odd_model, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says, sharded_tower
-from scenario import Side, assert_same, one_thread
+from scenario import Side, assert_same, one_thread, same_as_plain
 from sent_bytes import counting_bytes
 from strategies import losses_of_regression, seats, shard_as
 from torch import Tensor, nn
@@ -168,7 +168,8 @@ def test_a_hook_with_an_optional_output_serves_both_kinds(world2: World, strateg
     assert_same(world2, train_hooked, even_tower, strategy, hook)
 
 
-def train_mixed_strategies(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_a_hook_for_both_kinds_serves_a_model_of_mixed_strategies(side: Side) -> None:
     """One block replicated among sharded ones: a hook for both is called with what each needs."""
     model = built(even_tower)
     if not side.is_sharded:
@@ -186,12 +187,8 @@ def train_mixed_strategies(side: Side) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_a_hook_for_both_kinds_serves_a_model_of_mixed_strategies(world: World) -> None:
-    assert_same(world, train_mixed_strategies)
-
-
-def train_with_hooks_of_their_own(side: Side) -> None:
+@same_as_plain(2)
+def test_parts_of_a_model_may_have_hooks_of_their_own(side: Side) -> None:
     """Each block has another hook, the root none."""
     model = built(even_tower)
     if not side.is_sharded:
@@ -203,10 +200,6 @@ def train_with_hooks_of_their_own(side: Side) -> None:
         register_comm_hook(block, state, scatters)
     side.steps(model, adamw(model), range(2))
     assert [len(state.calls) for state in states] == [2, 2, 2]
-
-
-def test_parts_of_a_model_may_have_hooks_of_their_own(world2: World) -> None:
-    assert_same(world2, train_with_hooks_of_their_own)
 
 
 # --- what a hook sees -----------------------------------------------------------------------------
@@ -252,7 +245,12 @@ def leaves_it(state: State, grad: Tensor) -> None:
     state.note(grad)
 
 
-def train_on_equal_batches(side: Side, make: Any, strategy: str) -> None:
+@same_as_plain()
+@pytest.mark.thin(18)
+@pytest.mark.parametrize("make", [uneven_tower, odd_model])
+@seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"), (1, "zero3"), (1, "ddp"))
+def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(side: Side, make: Any, strategy: str) -> None:
+    """No rank sends anything to another: all that counts is where the hook finds and puts things."""
     model = built(make)
     width = 7 if make is uneven_tower else 8
     if side.is_sharded:
@@ -268,14 +266,6 @@ def train_on_equal_batches(side: Side, make: Any, strategy: str) -> None:
     side.note_parameters(model)
     if side.is_sharded:
         assert len(state.calls) >= 9, "the hook was not called"
-
-
-@pytest.mark.thin(18)
-@pytest.mark.parametrize("make", [uneven_tower, odd_model])
-@seats((3, "zero3"), (2, "zero2"), (3, "ddp"), (4, "hybrid"), (1, "zero3"), (1, "ddp"))
-def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(world: World, strategy: str, make: Any) -> None:
-    """No rank sends anything to another: all that counts is where the hook finds and puts things."""
-    assert_same(world, train_on_equal_batches, make, strategy)
 
 
 def squares_of_gradients(strategy: str) -> tuple[list[float], list[float]]:
@@ -328,7 +318,11 @@ def two_kinds() -> nn.Module:
     return TwoKindsModel()
 
 
-def train_two_kinds(side: Side, strategy: str) -> None:
+@same_as_plain(atol=1e-05)
+@pytest.mark.sample(2)
+@every_kind
+def test_a_hook_is_called_once_a_dtype(side: Side, strategy: str) -> None:
+    """To the accuracy of float32, in which half of the gradients are summed."""
     model = two_kinds()
     if side.is_sharded:
         state = State(shard_as(model, strategy))
@@ -340,13 +334,6 @@ def train_two_kinds(side: Side, strategy: str) -> None:
             dtypes = [call["dtype"] for call in state.calls]
             assert sorted(map(str, dtypes)) == 2 * ["torch.float32"] + 2 * ["torch.float64"]
             state.calls.clear()
-
-
-@pytest.mark.sample(2)
-@every_kind
-def test_a_hook_is_called_once_a_dtype(world: World, strategy: str) -> None:
-    """To the accuracy of float32, in which half of the gradients are summed."""
-    assert_same(world, train_two_kinds, strategy, atol=1e-5)
 
 
 def dtypes_seen(strategy: str, **dtypes: torch.dtype) -> set[torch.dtype]:
@@ -368,7 +355,11 @@ def test_a_hook_gets_the_dtype_of_reduction(world2: World, strategy: str) -> Non
 # --- when it is called ----------------------------------------------------------------------------
 
 
-def accumulate_with_hook(side: Side, strategy: str, is_synced: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(24)
+@pytest.mark.parametrize("is_synced", [True, False])
+@strategies
+def test_a_hook_is_called_when_gradients_are_synchronised(side: Side, strategy: str, is_synced: bool) -> None:
     """Three microbatches a step; all but the last under no_sync, or each reduced by itself."""
     model = built(uneven_tower)
     if side.is_sharded:
@@ -391,16 +382,10 @@ def accumulate_with_hook(side: Side, strategy: str, is_synced: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(24)
-@pytest.mark.parametrize("is_synced", [True, False])
+@same_as_plain(2)
+@pytest.mark.sample(2)
 @strategies
-def test_a_hook_is_called_when_gradients_are_synchronised(
-    world2: World, strategy: str, is_synced: bool
-) -> None:
-    assert_same(world2, accumulate_with_hook, strategy, is_synced)
-
-
-def train_partly_frozen(side: Side, strategy: str) -> None:
+def test_a_hook_is_not_called_for_frozen_groups(side: Side, strategy: str) -> None:
     """A frozen block, a block that is frozen in part, and one with a parameter that forward never uses."""
     model = built(even_tower)
     model.blocks[0].requires_grad_(False)
@@ -418,12 +403,6 @@ def train_partly_frozen(side: Side, strategy: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
-@strategies
-def test_a_hook_is_not_called_for_frozen_groups(world2: World, strategy: str) -> None:
-    assert_same(world2, train_partly_frozen, strategy)
-
-
 class Adapter(nn.Module):
     """A frozen base of another dtype than what is trained, and a number of no gradient at all."""
 
@@ -438,7 +417,11 @@ class Adapter(nn.Module):
         return x + torch.tanh(mixed @ self.trained.t()).sum(1, keepdim=True)
 
 
-def train_adapters(side: Side, strategy: str) -> None:
+@same_as_plain(atol=1e-05)
+@pytest.mark.sample(2)
+@every_kind
+def test_a_hook_is_not_called_for_dtypes_without_gradients(side: Side, strategy: str) -> None:
+    """To the accuracy of float32, in which half of the computation is."""
     torch.manual_seed(3)
     model = nn.Sequential(Adapter(), Adapter())
     if side.is_sharded:
@@ -449,14 +432,10 @@ def train_adapters(side: Side, strategy: str) -> None:
         assert [call["dtype"] for call in state.calls] == 4 * [torch.float64]
 
 
+@same_as_plain(2)
 @pytest.mark.sample(2)
-@every_kind
-def test_a_hook_is_not_called_for_dtypes_without_gradients(world: World, strategy: str) -> None:
-    """To the accuracy of float32, in which half of the computation is."""
-    assert_same(world, train_adapters, strategy, atol=1e-5)
-
-
-def register_after_steps(side: Side, strategy: str) -> None:
+@strategies
+def test_a_hook_may_be_registered_between_steps(side: Side, strategy: str) -> None:
     """FSDP1 allows it before the first forward only."""
     model = built(even_tower)
     if side.is_sharded:
@@ -469,13 +448,9 @@ def register_after_steps(side: Side, strategy: str) -> None:
     assert not side.is_sharded or len(state.calls) == 8
 
 
-@pytest.mark.sample(2)
-@strategies
-def test_a_hook_may_be_registered_between_steps(world2: World, strategy: str) -> None:
-    assert_same(world2, register_after_steps, strategy)
-
-
-def step_that_fails_in_the_hook(side: Side, strategy: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_after_a_hook_has_raised_the_next_step_runs(side: Side, strategy: str) -> None:
     model = built(even_tower)
     if side.is_sharded:
         state = State(shard_as(model, strategy))
@@ -491,25 +466,17 @@ def step_that_fails_in_the_hook(side: Side, strategy: str) -> None:
     side.steps(model, optimizer, [2, 3])
 
 
+@same_as_plain(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_f41_after_a_hook_has_raised_the_next_step_runs(world2: World, strategy: str) -> None:
-    assert_same(world2, step_that_fails_in_the_hook, strategy)
-
-
-def train_a_copy(side: Side, strategy: str, hook: Any) -> None:
+def test_a_copy_of_a_hooked_model_trains(side: Side, strategy: str) -> None:
     model = built(even_tower)
     if side.is_sharded:
-        register_comm_hook(model, State(shard_as(model, strategy)), hook)
+        register_comm_hook(model, State(shard_as(model, strategy)), fitting(strategy))
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
     copied = copy.deepcopy(model)
     side.steps(copied, adamw(copied), [1, 2])
     side.steps(model, optimizer, [3])
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_a_copy_of_a_hooked_model_trains(world2: World, strategy: str) -> None:
-    assert_same(world2, train_a_copy, strategy, fitting(strategy))
 
 
 # --- torch's own hooks ----------------------------------------------------------------------------
@@ -1011,16 +978,13 @@ def shard_columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() == 2 else None
 
 
-def train_columns(side: Side, hook: Any) -> None:
+@same_as_plain(3)
+def test_a_hook_reduces_what_is_sharded_on_another_dim(side: Side) -> None:
     model = built(even_tower)
     if side.is_sharded:
         pg = shard_as(model, "zero3", shard_placement_fn=shard_columns)
-        register_comm_hook(model, State(pg), hook)
+        register_comm_hook(model, State(pg), scatters)
     side.steps(model, adamw(model), range(2))
-
-
-def test_a_hook_reduces_what_is_sharded_on_another_dim(world3: World) -> None:
-    assert_same(world3, train_columns, scatters)
 
 
 class Apart(nn.Module):
@@ -1040,11 +1004,12 @@ def apart() -> nn.Module:
     return Around(Apart())
 
 
-def train_apart(side: Side, hook: Any) -> None:
+@same_as_plain(2)
+def test_a_hook_reduces_what_is_packed_apart(side: Side) -> None:
     model = built(apart)
     if side.is_sharded:
         pg = shard_as(model, "zero3", shard_placement_fn=shard_columns, wrap=Apart)
-        register_comm_hook(model, State(pg), hook)
+        register_comm_hook(model, State(pg), scatters)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -1052,10 +1017,6 @@ def train_apart(side: Side, hook: Any) -> None:
         side.note("rows", model.inner.rows.grad)
         side.note("columns", model.inner.columns.grad)
         optimizer.step()
-
-
-def test_a_hook_reduces_what_is_packed_apart(world2: World) -> None:
-    assert_same(world2, train_apart, scatters)
 
 
 class EmptyLast(nn.Module):
@@ -1071,22 +1032,19 @@ class EmptyLast(nn.Module):
         return torch.tanh(x * self.rows + self.shift) + self.empty.sum()
 
 
-def train_with_an_empty_parameter(side: Side, hook: Any) -> None:
-    model = built(around_empty)
-    if side.is_sharded:
-        pg = shard_as(model, "zero3", wrap=EmptyLast)
-        register_comm_hook(model, State(pg), hook)
-    model(side.inputs(0)).square().mean().backward()
-    side.note("rows", model.inner.rows.grad)
-    side.note("shift", model.inner.shift.grad)
-
-
 def around_empty() -> nn.Module:
     return Around(EmptyLast())
 
 
-def test_a_hook_of_one_rank_reduces_beside_an_empty_parameter(world1: World) -> None:
-    assert_same(world1, train_with_an_empty_parameter, scatters)
+@same_as_plain(1)
+def test_a_hook_of_one_rank_reduces_beside_an_empty_parameter(side: Side) -> None:
+    model = built(around_empty)
+    if side.is_sharded:
+        pg = shard_as(model, "zero3", wrap=EmptyLast)
+        register_comm_hook(model, State(pg), scatters)
+    model(side.inputs(0)).square().mean().backward()
+    side.note("rows", model.inner.rows.grad)
+    side.note("shift", model.inner.shift.grad)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -1225,10 +1183,12 @@ def register_on_what_is_not_sharded(model: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), None, "model"], ids=str)
-def test_a_hook_needs_a_sharded_model(world1: World, model: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "told"), [(nn.Linear(2, 2), "this Linear"), (None, "model is None"), ("model", "a str")]
+)
+def test_a_hook_needs_a_sharded_model(world1: World, model: Any, told: str) -> None:
     (text,) = world1.run(register_on_what_is_not_sharded, model)
-    assert_says(text, "register_comm_hook: ", type(model).__name__)
+    assert_says(text, "register_comm_hook: ", told)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from comparing import assert_all_same
 from events import events_of
 from harness import World
-from meshed import Layout, assert_all_same, device_mesh, gradients_of, refusal, tensors_of, whole
+from meshed import Layout, device_mesh, gradients_of, refusal, tensors_of, whole
 from models import (
     Block,
     SquareBlock,
+    built,
     even_tower,
     language_model,
     next_token_loss,
@@ -42,7 +43,6 @@ from models import (
     uneven_tower,
 )
 from reference import adamw, mean_of_squares
-from scenario import one_thread
 from strategies import (
     ALL_PLANS,
     ALWAYS,
@@ -54,7 +54,9 @@ from strategies import (
     Wire,
     groups_of,
     live_bytes,
+    plainly,
     plans_for,
+    rows,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -89,11 +91,6 @@ by_plan = pytest.mark.parametrize(
 by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
 
-def built(make: Callable[..., nn.Module], *args: Any) -> Any:
-    torch.manual_seed(1234)
-    return make(*args).double()
-
-
 # --- the same training ----------------------------------------------------------------------------
 
 
@@ -117,13 +114,6 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def part(plan: Plan | None, batch: Tensor) -> Tensor:
-    if plan is None:
-        return batch
-    share = len(batch) // plan.ranks
-    return batch[dist.get_rank() * share :][:share].clone()
-
-
 def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, clips: bool) -> dict[str, Any]:
     make, batch, loss_of = MODELS[name]
     model = built(make)
@@ -136,7 +126,7 @@ def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, cli
         for microbatch in range(microbatches):
             waits = plan is not None and is_quiet and microbatch < microbatches - 1
             with shardwise.no_sync(model) if waits else nullcontext():
-                loss_of(model, part(plan, batch(10 * step + microbatch, 12))).backward()
+                loss_of(model, rows(plan, batch(10 * step + microbatch, 12))).backward()
         if clips:
             norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
             notes[f"norm at step {step}"] = whole(norm)
@@ -163,13 +153,6 @@ def all_trained(plan: Plan | None) -> dict[str, Any]:
     }
 
 
-@cache
-def plainly(act: Callable[..., Any], *args: Any) -> Any:
-    """What the plain run of `act` finds, once for all tests."""
-    with one_thread():
-        return act(None, *args)
-
-
 @pytest.mark.sample(3)
 @by_plan
 def test_training_equals_plain_training(world: World, plan: Plan) -> None:
@@ -181,7 +164,7 @@ def placed(plan: Plan) -> dict[str, Any]:
     assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
     assert not any(isinstance(module, FSDPModule) for module in (model.blocks, model.inlet, model.outlet))
     optimizer = adamw(model)
-    mean_of_squares(model, part(plan, uneven_batch(0, 12))).backward()
+    mean_of_squares(model, rows(plan, uneven_batch(0, 12))).backward()
     optimizer.step()
     found: dict[str, Any] = {}
     for name, param in model.named_parameters():
@@ -220,7 +203,7 @@ def low_precision(plan: Plan | None, dtype: torch.dtype) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()
-        mean_of_squares(model, part(plan, uneven_batch(step, 12).float())).backward()
+        mean_of_squares(model, rows(plan, uneven_batch(step, 12).float())).backward()
         optimizer.step()
     return tensors_of(model)  # type: ignore[return-value]
 
@@ -246,7 +229,7 @@ def edited(plan: Plan | None) -> dict[str, Any]:
         plan.shard(model)
     outputs = []
     for seed in range(3):
-        mean_of_squares(model, part(plan, uneven_batch(seed, 12))).backward()
+        mean_of_squares(model, rows(plan, uneven_batch(seed, 12))).backward()
         with torch.no_grad():
             if seed == 0:
                 model.blocks[1].up.weight.mul_(0.9)
@@ -306,7 +289,7 @@ def trained_on(plan: Plan | None, model: nn.Module, steps: Any, optimizer: Any =
     optimizer = optimizer or adamw(model)
     for step in steps:
         optimizer.zero_grad()
-        mean_of_squares(model, part(plan, uneven_batch(step, 12))).backward()
+        mean_of_squares(model, rows(plan, uneven_batch(step, 12))).backward()
         optimizer.step()
     for name, param in model.named_parameters():
         yield name, whole(param)
@@ -636,7 +619,7 @@ def by_roles(strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None)
     options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
     model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
     for step in range(2):
-        mean_of_squares(model, part(Plan("zero3", 4), uneven_batch(step, 12))).backward()
+        mean_of_squares(model, rows(Plan("zero3", 4), uneven_batch(step, 12))).backward()
     return {**gradients_of(model), "rows": len(model.inlet.weight.to_local())}
 
 
@@ -746,7 +729,7 @@ def overridden(name: str) -> tuple[dict[str, str], dict[str, Any]]:
         for microbatch in range(2):
             with shardwise.no_sync(model) if microbatch == 0 else nullcontext():
                 mean_of_squares(
-                    model, part(Plan("zero3", 2), uneven_batch(2 * step + microbatch, 12))
+                    model, rows(Plan("zero3", 2), uneven_batch(2 * step + microbatch, 12))
                 ).backward()
         optimizer.step()
     return found, tensors_of(model)
@@ -789,7 +772,7 @@ def other_arguments() -> dict[str, Any]:
     groups = [block._shardwise_state.group for block in model.blocks]
     assert [group.policy is policy for group in groups] == [True, False, False]
     assert [block.up.weight.device_mesh.ndim for block in model.blocks] == [1, 2, 1]
-    mean_of_squares(model, part(Plan("zero3", 4), uneven_batch(0, 12))).backward()
+    mean_of_squares(model, rows(Plan("zero3", 4), uneven_batch(0, 12))).backward()
     return gradients_of(model)
 
 
@@ -808,7 +791,7 @@ def buckets_of(cap: float | None, overrides: dict[str, Any] | None) -> tuple[lis
     for tower in model.values():
         shard_model(tower, bucket_cap_mb=cap, overrides=overrides)
     for tower in model.values():
-        mean_of_squares(tower, part(Plan("zero3", 2), random_batch(0, 12))).backward()
+        mean_of_squares(tower, rows(Plan("zero3", 2), random_batch(0, 12))).backward()
     return groups_of(model["tower"]), gradients_of(model)
 
 
@@ -875,7 +858,7 @@ def ignoring(trains: bool, microbatches: int) -> tuple[list[str], list[list[str]
     assert all(name.startswith("blocks.1.") for name in plain)
     assert len(plain) == 6
     for microbatch in range(microbatches):
-        mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(microbatch, 12))).backward()
+        mean_of_squares(model, rows(Plan("zero3", 2), uneven_batch(microbatch, 12))).backward()
     for param in model.blocks[1].parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -921,7 +904,7 @@ def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
     assert model.blocks[1]._shardwise_state is module_state
     assert module_state.group.settings.reshard_after_forward is False
     assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
-    mean_of_squares(model, part(Plan("zero3", 2), uneven_batch(0, 12))).backward()
+    mean_of_squares(model, rows(Plan("zero3", 2), uneven_batch(0, 12))).backward()
     return gradients_of(model)
 
 
@@ -1240,7 +1223,7 @@ class TiedEnds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
-        self.middle = nn.Linear(4, 4)
+        self.middle = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
 

@@ -2,14 +2,16 @@
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_it(way, request):
-    request.getfixturevalue(f"world{way.ranks}").run(program, way)
+    world_of(way, request).run(program, way)
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from harness import World
 from meshed import device_mesh
 from models import even_tower, odd_model, uneven_tower
 from torch import Tensor, nn
@@ -127,12 +129,6 @@ WAYS = [
 ]
 
 
-def same(left: Any, right: Any) -> bool:
-    """Bit for bit, through dicts and lists."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, Tensor):
-        return type(left) is type(right) is Tensor and left.dtype == right.dtype and torch.equal(left, right)
-    return bool(left == right)
+def world_of(way: Any, request: pytest.FixtureRequest) -> World:
+    """The one of its `ranks`."""
+    return request.getfixturevalue(f"world{way.ranks}")

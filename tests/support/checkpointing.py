@@ -152,13 +152,3 @@ def second_half(run: Run, strict: bool = True) -> dict[str, Any]:
 def loaded_into(run: Run) -> tuple[Loaded, dict[str, Any]]:
     model, optimizer = run.start(2)
     return load_checkpoint(run.path, model, optimizer), everything(model, optimizer)
-
-
-def assert_same(ranks: list[dict[str, Any]], want: dict[str, Any], atol: float) -> None:
-    for rank, got in enumerate(ranks):
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            what = f"{name} on rank {rank}"
-            torch.testing.assert_close(
-                got[name], value, rtol=0, atol=atol, msg=lambda text, what=what: f"{what}: {text}"
-            )

@@ -1,4 +1,4 @@
-"""Models for the tests of FAILURES.md: each does one thing that sharding finds hard."""
+"""Models that each do one thing that sharding finds hard (docs/explain/failures.md)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -114,12 +114,6 @@ class Stage(nn.Module):
 
 def block() -> nn.Module:
     return Block(WIDTH, 13)
-
-
-def built(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The model, with the same values on every side, in float64."""
-    torch.manual_seed(1234)
-    return make(*args).double()
 
 
 # --- towers of unusual blocks ---------------------------------------------------------------------

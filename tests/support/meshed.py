@@ -12,7 +12,7 @@ def test_it(world4):
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,6 @@ from models import random_batch
 from reference import Recipe, Record, full, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
@@ -141,23 +140,3 @@ class Asks(nn.Module):
     def ask(self, *_: Any) -> None:
         (about,) = self.about or [self]
         self.message = refusal(lambda: self.context(about).__enter__())
-
-
-def assert_all_same(
-    ranks: Sequence[dict[str, Any]], want: dict[str, Any], atol: float = 1e-10, rtol: float = 0.0
-) -> None:
-    """What every rank found agrees with the plain run."""
-    assert want, "the program has noted nothing"
-    for rank, got in enumerate(ranks):
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            what = f"{name} on rank {rank}"
-            if not isinstance(value, Tensor):
-                assert not isinstance(got[name], Tensor), f"{what}: a tensor where {value} is expected"
-                assert got[name] == value, f"{what}: {got[name]} where {value} is expected"
-                continue
-            assert isinstance(got[name], Tensor), f"{what}: {got[name]} where a tensor is expected"
-            assert not isinstance(got[name], DTensor)
-            torch.testing.assert_close(
-                got[name], value, rtol=rtol, atol=atol, msg=lambda text, what=what: f"{what}: {text}"
-            )

@@ -1,10 +1,28 @@
 """Small models for the tests. `random_batch` makes the inputs for all of them but the language model."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise import fully_shard
+
 WIDTH = 8
+
+
+def built(make: Callable[..., nn.Module], *args: Any, seed: int = 1234, **options: Any) -> Any:
+    """The model in float64, with the same values wherever it is built."""
+    torch.manual_seed(seed)
+    return make(*args, **options).double()
+
+
+def shard_tower(model: nn.Module, **options: Any) -> Any:
+    """Each of its blocks, then what is around them."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def random_batch(step: int, size: int, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:

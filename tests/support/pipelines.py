@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from events import observe
 from meshed import device_mesh
-from models import WIDTH, Block, random_batch
+from models import WIDTH, Block, random_batch, shard_tower
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import fully_shard
 from shardwise.interop import PipelineStage, follow_unshard_actions
 
 ROWS = 8  # of a global batch
@@ -161,9 +160,7 @@ def pipelined(pipeline: Pipeline) -> Trained:
     indices, everything = pipeline.indices(rank), stages(pipeline)
     modules = [everything[index] for index in indices]
     for module in modules:
-        for block in module.blocks:
-            fully_shard(block, mesh=data, reshard_after_forward=pipeline.reshard)
-        fully_shard(module, mesh=data, reshard_after_forward=pipeline.reshard)
+        shard_tower(module, mesh=data, reshard_after_forward=pipeline.reshard)
         if not pipeline.mean:
             module.set_gradient_divide_factor(1.0)
     schedule = schedule_of(pipeline, modules, indices, mesh.get_group("pipe"))

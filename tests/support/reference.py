@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
+from models import built
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,9 @@ class Recipe:
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)  # of fully_shard, for the blocks
 
+    def model(self) -> nn.Module:
+        return built(self.build).to(self.dtype)
+
     def but(self, **changes: Any) -> "Recipe":
         return replace(self, **changes)
 
@@ -48,11 +53,6 @@ def mean_of_squares(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def children_named_blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.blocks)
-
-
-def built(recipe: Recipe) -> nn.Module:
-    torch.manual_seed(1234)
-    return recipe.build().to(recipe.dtype)
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -99,7 +99,7 @@ def train(model: nn.Module, recipe: Recipe, rank: int, world: int) -> Record:
 
 
 def plain_run(recipe: Recipe) -> Record:
-    return train(built(recipe), recipe, rank=0, world=1)
+    return train(recipe.model(), recipe, rank=0, world=1)
 
 
 def shard(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -110,7 +110,7 @@ def shard(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def sharded_run(recipe: Recipe) -> Record:
     """Runs on every rank of a world."""
-    model = shard(built(recipe), recipe)
+    model = shard(recipe.model(), recipe)
     record = train(model, recipe, dist.get_rank(), dist.get_world_size())
     mean = torch.tensor(record.losses, dtype=torch.float64)
     dist.all_reduce(mean)
@@ -130,21 +130,8 @@ def assert_same_training(world: Any, recipe: Recipe, atol: float = 1e-10, **run:
 def assert_same_record(actual: Record, expected: Record, atol: float = 1e-10) -> None:
     rtol = 0.0 if atol <= 1e-9 else 1e-4
     torch.testing.assert_close(actual.losses, expected.losses, rtol=rtol, atol=atol)
-    assert len(actual.gradients) == len(expected.gradients)
-    for step, (got, want) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
-        assert got.keys() == want.keys()
-        for name in want:
-            _assert_close(got[name], want[name], f"gradient of {name} at step {step}", rtol, atol)
-    assert actual.parameters.keys() == expected.parameters.keys()
-    for name, value in expected.parameters.items():
-        _assert_close(actual.parameters[name], value, f"{name} after training", rtol, atol)
-
-
-def _assert_close(got: Tensor | None, want: Tensor | None, what: str, rtol: float, atol: float) -> None:
-    if want is None or got is None:
-        assert got is want, f"{what}: {got} where {want} is expected"
-        return
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+    assert_equal(actual.gradients, expected.gradients, "gradients, by step", atol, rtol)
+    assert_equal(actual.parameters, expected.parameters, "after training", atol, rtol)
 
 
 @dataclass(frozen=True)

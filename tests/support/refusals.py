@@ -5,7 +5,9 @@ does, it makes sure that the model is what it was (the same classes, parameter o
 attributes) and that the right call then works: the model trains, with the gradients of an unsharded one.
 """
 
+import importlib
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 from harness import World
-from models import Tower, random_batch
+from models import Tower, random_batch, shard_tower
 from reference import full
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -31,9 +33,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def shard_bottom_up(model: nn.Module) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_tower(model)
 
 
 def sharded_tower() -> nn.Module:
@@ -95,7 +95,11 @@ def refuse(
 
 def refusal(world: World, act: Callable[[nn.Module], Any], **how: Any) -> str:
     """What `act` is told, the same on every rank. Nothing has changed, and the right call works."""
-    first, *others = world.run(refuse, act, **how)
+    return told_alike(world.run(refuse, act, **how))
+
+
+def told_alike(ranks: list[Refusal]) -> str:
+    first, *others = ranks
     assert first.text != "accepted", "nothing was raised"
     assert not first.changes, f"the model is not as it was: {first.changes}\nafter {first.text}"
     assert first.trains == "as the plain model", f"afterwards: {first.trains}\nafter {first.text}"
@@ -106,6 +110,46 @@ def refusal(world: World, act: Callable[[nn.Module], Any], **how: Any) -> str:
 def refusals(world: World, *acts: Callable[[nn.Module], Any], **how: Any) -> str:
     """Several refusals, one below the other, in lines that fit on a page."""
     return "\n\n".join(wrapped(refusal(world, act, **how)) for act in acts)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A line of a table: what is done to the model, and words of what the caller is told.
+
+        REFUSED = {
+            "an empty list": refused(lambda model: fully_shard([]), "ValueError: ", "empty"),
+        }
+
+        @pytest.mark.parametrize("case", REFUSED)
+        def test_it_is_refused(world1, case):
+            assert_refused(world1, __name__, case)
+
+    Ranks look the line up in the test's module, since lambdas do not travel.
+    """
+
+    act: Callable[[nn.Module], Any]
+    words: tuple[str | re.Pattern[str], ...]
+    how: dict[str, Any]
+
+
+def refused(act: Callable[[nn.Module], Any], *words: Any, **how: Any) -> Refused:
+    """`A_REMEDY` among the words: it is said what to do. `how` is that of `refuse`."""
+    return Refused(act, words, how)
+
+
+def refuse_line(module: str, case: str) -> Refusal:
+    """Runs on every rank."""
+    line = importlib.import_module(module).REFUSED[case]
+    return refuse(line.act, **line.how)
+
+
+def assert_refused(world: World, module: str, case: str) -> str:
+    text = told_alike(world.run(refuse_line, module, case))
+    words = sys.modules[module].REFUSED[case].words
+    assert_says(text, *(word for word in words if word is not A_REMEDY))
+    if A_REMEDY in words:
+        assert_says_what_to_do(text)
+    return text
 
 
 def wrapped(text: str) -> str:

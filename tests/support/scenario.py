@@ -1,27 +1,31 @@
 """One program, run twice: plainly in the parent process, and sharded on every rank of a world.
 
-    def train_twice(side):                       # module level: it is sent by name
+    @same_as_plain(2, 3)                         # on worlds of two and of three ranks
+    @pytest.mark.parametrize("steps", [1, 4])
+    def test_it(side, steps):
         model = side.shard_tower(built(even_tower))
-        optimizer = adamw(model)
-        for step in range(2):
-            side.step(model, optimizer, step)
-
-    def test_it(world2):
-        assert_same(world2, train_twice)
+        side.steps(model, adamw(model), range(steps))
 
 A scenario does what a user's script does; `side.shard` is the only call that differs between the two
-runs. What it notes (losses, gradients, parameters, outputs) must agree on every rank with the plain
-run on the global batch. After every step of a sharded run `side.assert_settled` looks for what a step
-may not leave behind: unsharded groups, full gradients, shadows over the sharded parameters.
+runs. What it notes (losses, gradients, parameters, outputs), or returns by name, must agree on every rank
+with the plain run on the global batch. After every step of a sharded run `side.assert_settled` looks for
+what a step may not leave behind: unsharded groups, full gradients, shadows over the sharded parameters.
+
+Tests that share a scenario call `assert_same(world2, scenario, *args)`. Scenarios travel by name: they are
+functions of modules.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
 from harness import World
 from models import random_batch
 from reference import mean_of_squares
@@ -165,33 +169,61 @@ class Side:
             assert isinstance(param, DTensor), f"{name} is no DTensor"
 
 
-Scenario = Callable[..., None]
+Scenario = Callable[..., Any]
+
+
+def same_as_plain(*worlds: int, atol: float = 1e-10, timeout: float = 60.0) -> Callable[[Scenario], Scenario]:
+    """Make a scenario a test: run plainly here and sharded on each of `worlds`, it notes the same.
+
+    Its parameters but the first are those of the test. Without `worlds`, a mark of the test gives `world`.
+    """
+    fixture = f"world{worlds[0]}" if len(worlds) == 1 else "world"
+
+    def decorate(scenario: Scenario) -> Scenario:
+        @functools.wraps(scenario)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            world = arguments.pop(fixture)
+            assert_same(world, test, *[arguments[name] for name in names], atol=atol, timeout=timeout)
+
+        _, *names = inspect.signature(scenario).parameters
+        asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (fixture, *names)]
+        test.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]
+        if len(worlds) > 1:
+            pytest.mark.parametrize("world", worlds, indirect=True)(test)
+        return test
+
+    return decorate
 
 
 def run_sharded(scenario: Scenario, args: tuple[Any, ...]) -> dict[str, Any]:
     """Runs on every rank of a world."""
     # Models of these tests are small: have their buffers emptied as those of large ones are.
     with mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0):
-        side = Side(is_sharded=True)
-        scenario(side, *args)
-        return side.notes
+        return notes_of(scenario, Side(is_sharded=True), args)
+
+
+def notes_of(scenario: Scenario, side: Side, args: tuple[Any, ...]) -> dict[str, Any]:
+    returned = inspect.unwrap(scenario)(side, *args)
+    for name, value in (returned or {}).items():
+        side.note(name, value)
+    return side.notes
 
 
 def assert_same(
     world: World, scenario: Scenario, *args: Any, atol: float = 1e-10, timeout: float = 60.0
 ) -> None:
     """Run `scenario(side, *args)` plainly here and sharded on `world`; all notes must agree."""
-    plain = Side(is_sharded=False)
     with one_thread():
-        scenario(plain, *args)
-    assert plain.notes, "the scenario has noted nothing"
+        plain = notes_of(scenario, Side(is_sharded=False), args)
+    assert plain, "the scenario has noted nothing"
     ranks = world.run(run_sharded, scenario, args, timeout=timeout)
-    for name, (_, want) in plain.notes.items():
+    for name, (_, want) in plain.items():
         assert all(name in notes for notes in ranks), f"no rank has noted {name}"
         kinds, values = zip(*[notes[name] for notes in ranks], strict=True)
         assert len(set(kinds)) == 1, f"{name}: {kinds}"
-        assert_close(_together(kinds[0], list(values), name), want, name, atol)
-    assert all(len(notes) == len(plain.notes) for notes in ranks)
+        assert_equal(_together(kinds[0], list(values), name), want, name, atol)
+    assert all(len(notes) == len(plain) for notes in ranks)
 
 
 @contextmanager
@@ -220,12 +252,3 @@ def _together(kind: str, values: list[Any], name: str) -> Any:
     for other in others:
         assert torch.equal(first, other), f"{name}: the ranks disagree: {values}"
     return first
-
-
-def assert_close(got: Any, want: Any, what: str, atol: float) -> None:
-    if isinstance(want, Tensor) and isinstance(got, Tensor):
-        torch.testing.assert_close(got, want, rtol=0.0, atol=atol, msg=lambda text: f"{what}: {text}")
-    else:
-        assert not isinstance(want, Tensor), f"{what}: {got} where a tensor is expected"
-        assert not isinstance(got, Tensor), f"{what}: a tensor where {want} is expected"
-        assert got == want, f"{what}: {got} where {want} is expected"

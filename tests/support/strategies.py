@@ -5,8 +5,10 @@ Python still reaches. Neither asks the library.
 """
 
 import gc
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from meshed import Layout
 from models import even_tower, random_batch
 from reference import LocalAdamW, mean_of_squares
+from scenario import one_thread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -70,6 +73,33 @@ SOME_PLANS = [
     *(Plan("zero3", 1), Plan("ddp", 2), Plan("zero1", 3)),
     *(Plan("zero1", 4), Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid_zero2", 4, 2)),
 ]
+
+
+def rows(plan: Plan | None, batch: Tensor) -> Tensor:
+    """This rank's rows of a global batch; all of them in one process."""
+    if plan is None:
+        return batch
+    share = len(batch) // plan.ranks
+    return batch[dist.get_rank() * share :][:share].clone()
+
+
+def part(plan: Plan | None, seed: int, width: int = 7) -> Tensor:
+    return rows(plan, random_batch(seed, 12, width))
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, seed: int, width: int = 7
+) -> None:
+    optimizer.zero_grad()
+    mean_of_squares(model, part(plan, seed, width)).backward()
+    optimizer.step()
+
+
+@cache
+def plainly(act: Callable[..., Any], *args: Any) -> Any:
+    """What the plain run of `act` finds, once for all tests."""
+    with one_thread():
+        return act(None, *args)
 
 
 def groups_of(model: nn.Module) -> list[list[str]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from meshed import Layout
+from models import built, shard_tower
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -16,8 +17,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-
-from shardwise import fully_shard
 
 
 class Mlp(nn.Module):
@@ -127,17 +126,14 @@ def columns(param: nn.Parameter, dim: int) -> Shard | None:
 
 def made(layout: Layout | None, run: Run) -> Stack:
     """The model, parallelised and sharded where there is a mesh."""
-    torch.manual_seed(1234)
-    model = Stack(*run.sizes).double()
+    model = built(Stack, *run.sizes)
     if layout is None:
         return model
     PLANS[run.plan](model, layout.mesh()["tp"])
     options = {"mesh": layout.data_mesh(), **run.options}
     if run.dim is not None:
         options["shard_placement_fn"] = partial(columns, dim=run.dim)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_tower(model, **options)
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -2,28 +2,19 @@
 
 from typing import Any
 
-import torch
-from models import Tower, random_batch
+from comparing import assert_equal
+from models import Tower, built, random_batch, shard_tower
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
-
 
 def plain_tower() -> Tower:
-    torch.manual_seed(0)
-    return Tower().double()
+    return built(Tower, seed=0)
 
 
 def sharded_tower(**options: Any) -> Tower:
-    return shard(plain_tower(), **options)
-
-
-def shard(model: Tower, **options: Any) -> Tower:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_tower(plain_tower(), **options)
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -36,11 +27,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_close(got: dict[str, Tensor | None], want: dict[str, Tensor | None], factor: float = 1.0) -> None:
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        expected = None if tensor is None else tensor * factor
-        atol = 1e-10 * factor
-        torch.testing.assert_close(got[name], expected, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    """`got` is `want` times the factor."""
+    expected = {name: None if tensor is None else tensor * factor for name, tensor in want.items()}
+    assert_equal(got, expected, atol=1e-10 * factor)
 
 
 def plain_gradients(*steps: int) -> dict[str, Tensor | None]:

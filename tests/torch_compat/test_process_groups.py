@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
-from models import even_tower, random_batch
+from models import even_tower, random_batch, shard_tower
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
@@ -55,8 +55,7 @@ def world_bound_to_a_device() -> Iterator[list[str]]:
 def train(mesh: DeviceMesh, log: list[str], keep: bool | int = True) -> None:
     """A forward without gradients, and two steps, with a group for reductions."""
     model: Any = even_tower().double()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+    shard_tower(model, mesh=mesh, reshard_after_forward=keep)
     model.set_separate_reduce_scatter_group(True)
     with torch.no_grad():
         model(random_batch(0, 4))

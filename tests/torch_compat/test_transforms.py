@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from failure_models import built
 from harness import World
-from models import even_tower
+from models import built, even_tower
 from reference import mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -92,7 +91,9 @@ TRANSFORMS: list[Transform] = [
 ]
 
 
-def trained_through(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.slow)])
+def test_transforms_and_training_through_them(side: Side, reshard: bool | None) -> None:
     """What a transform comes to may be part of the loss; the first comes before anything was unsharded."""
     for transform in TRANSFORMS:
         model = built(even_tower)
@@ -112,11 +113,6 @@ def trained_through(side: Side, reshard: bool | None) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.slow)])
-def test_f44_transforms_and_training_through_them(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, trained_through, reshard)
-
-
 class Forces(nn.Module):
     """A forward that takes the gradient of a block by its input, by a transform."""
 
@@ -131,13 +127,10 @@ class Forces(nn.Module):
         return self.outlet(self.blocks[2](torch.tanh(forces)) + x)
 
 
-def forward_with_a_transform(side: Side) -> None:
+@same_as_plain(2)
+def test_a_forward_may_hold_a_transform(side: Side) -> None:
     model = side.shard_tower(built(Forces))
     side.steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(3))
-
-
-def test_f44_a_forward_may_hold_a_transform(world2: World) -> None:
-    assert_same(world2, forward_with_a_transform)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -156,7 +149,12 @@ def failing(transform: Callable[..., Any], model: nn.Module, x: Tensor) -> None:
         transform(fails, *([(x,), (x,)] if transform is jvp else [x]))
 
 
-def failed_transforms(side: Side) -> None:
+def _raise(error: Exception, _after: Any) -> None:
+    raise error
+
+
+@same_as_plain(2)
+def test_a_failed_transform_leaves_the_model_usable(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     x = side.inputs(0)
     for transform in (vjp, jvp, lambda f, y: grad(f)(y), lambda f, y: vmap(f)(y)):
@@ -171,14 +169,6 @@ def failed_transforms(side: Side) -> None:
     side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [2])
 
 
-def _raise(error: Exception, _after: Any) -> None:
-    raise error
-
-
-def test_f44_a_failed_transform_leaves_the_model_usable(world2: World) -> None:
-    assert_same(world2, failed_transforms)
-
-
 def linearized() -> tuple[str, bool]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(even_tower))
@@ -191,7 +181,7 @@ def linearized() -> tuple[str, bool]:
     return text, all(param.grad is not None for param in model.parameters())
 
 
-def test_f44_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
+def test_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
     for text, trains in world2.run(linearized):
         assert text == (
             "Tower: make_fx, which torch.func.linearize uses, records what forward computes, with the full "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dynamo import forget_graphs
 from harness import World
-from models import SquareBlock, random_batch
+from models import SquareBlock, built, random_batch, shard_tower
 from reference import mean_of_squares
 from simulated_device import streams_on_the_host
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import CommPolicy, fully_shard
+from shardwise import CommPolicy
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.tracing.recorder import TracedRoot
@@ -43,11 +43,8 @@ class Model(nn.Module):
 
 
 def build(mesh: Any = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = Model().double()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    model = built(Model, seed=0)
+    return shard_tower(model, mesh=mesh, **options)
 
 
 def backward(model: nn.Module, index: int = 0) -> None:
@@ -214,11 +211,8 @@ class Checkpointed(Model):
 
 
 def checkpointed() -> Recording:
-    torch.manual_seed(0)
-    model = Checkpointed().double()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = built(Checkpointed, seed=0)
+    shard_tower(model)
     backward(model)
     with shardwise.trace(model) as trace:
         backward(model)
@@ -375,6 +369,26 @@ def test_one_rank_may_trace_one_block_alone(world2: World) -> None:
     first, second = world2.run(of_one_rank)
     assert first > 3
     assert second == 0
+
+
+def of_models_beside_each_other() -> tuple[list[tuple[str, int]], list[str]]:
+    """Two models of one class, each with a root of its own, in a module that is not sharded."""
+    both = nn.ModuleList([build(), build()])
+    with shardwise.trace(both) as trace:
+        for model in both:
+            backward(model)
+    works = [(work.name, work.unshards) for work in trace.groups]
+    return works, [
+        span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")
+    ]
+
+
+def test_models_beside_each_other_are_told_apart(world2: World) -> None:
+    for works, roots in world2.run(of_models_beside_each_other):
+        names = ["Model", *BLOCKS]
+        assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
+        assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
+        assert roots == ["Model", "Model'"]
 
 
 def on_streams() -> tuple[Recording, list[str]]:

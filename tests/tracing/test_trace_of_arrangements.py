@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import World
 from meshed import device_mesh
-from models import SquareBlock, random_batch
+from models import SquareBlock, built, random_batch
 from reference import mean_of_squares
 from strategies import shard_as
 from tensor_subclasses import TravelsLow
@@ -42,8 +42,7 @@ class Model(nn.Module):
 
 
 def made() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
+    return built(Model, seed=0)
 
 
 def traced(model: nn.Module, microbatches: int = 1) -> Recording:

@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about what goes in and comes out of a block.
+"""What goes into a block and comes out of it, in the forms that have gone wrong elsewhere (docs/explain/failures.md).
 
 Scripts run plainly and sharded (scenario.py) in float64; only the order of additions differs, so all
 that a script notes agrees to 1e-10.
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from events import observe
-from failure_models import Chain, Recurrent, block, built
+from failure_models import Chain, Recurrent, block
 from harness import World
-from models import Block, even_tower
+from models import Block, built, even_tower
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -27,7 +27,7 @@ def train(side: Side, model: nn.Module, reshard: bool | None = None, loss: Any =
     side.steps(model, adamw(model), range(3), loss)
 
 
-# --- F24 ------------------------------------------------------------------------------------------
+# --- outputs changed in place ---------------------------------------------------------------------
 
 
 class ReturnsView(Block):
@@ -77,18 +77,15 @@ class InPlace(Chain):
         return y.reshape(-1, 8)
 
 
-def in_place(side: Side, kind: str, operation: str, reshard: bool | None) -> None:
-    train(side, built(InPlace, kind, operation), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(18)
 @pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
 @pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
-def test_f24_outputs_and_views_may_be_changed_in_place(world2: World, kind: str, operation: str) -> None:
-    assert_same(world2, in_place, kind, operation, True)
+def test_outputs_and_views_may_be_changed_in_place(side: Side, kind: str, operation: str) -> None:
+    train(side, built(InPlace, kind, operation), True)
 
 
-# --- F25 ------------------------------------------------------------------------------------------
+# --- tensors in containers and on attributes ------------------------------------------------------
 
 
 @dataclass
@@ -215,17 +212,14 @@ class Container(Chain):
         return self.outlet(taken_out(x))
 
 
-def containers(side: Side, container: Any, reshard: bool | None) -> None:
-    train(side, built(Container, container), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
-def test_f25_tensors_are_found_in_containers(world2: World, container: Any) -> None:
-    assert_same(world2, containers, container, True)
+def test_tensors_are_found_in_containers(side: Side, container: Any) -> None:
+    train(side, built(Container, container), True)
 
 
-# --- F26 ------------------------------------------------------------------------------------------
+# --- parameters as outputs ------------------------------------------------------------------------
 
 
 class ReturnsWeight(nn.Module):
@@ -295,11 +289,11 @@ RETURNED = ["itself", "view", "row", "detached", "data", "expanded", "dataclass"
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [*RETURNED, "namedtuple", "twice"])
-def test_f26_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
+def test_a_block_may_return_its_own_parameter(world2: World, how: str) -> None:
     assert_same(world2, returned_weights, how, True)
 
 
-def test_f26_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
+def test_a_block_kept_unsharded_may_return_its_own_parameter(world2: World) -> None:
     assert_same(world2, returned_weights, "itself", False)
 
 
@@ -324,18 +318,14 @@ class PromptTuning(nn.Module):
         return self.outlet(self.blocks[1](x + self.blocks[0]()))
 
 
-def prompt(side: Side) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.sample(2)
+def test_a_block_may_return_nothing_but_its_parameter(side: Side) -> None:
     model = built(PromptTuning)
     train(side, model)
     with torch.no_grad():
         side.note("returned without gradients", model.blocks[0]().clone())
     side.assert_settled(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f26_a_block_may_return_nothing_but_its_parameter(world: World) -> None:
-    assert_same(world, prompt)
 
 
 class HidesWeight(ReturnsWeight):
@@ -354,7 +344,7 @@ def refusal_of_hidden_weight() -> str:
     return str(caught.value)
 
 
-def test_f26_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
+def test_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
     first, second = world2.run(refusal_of_hidden_weight)
     assert first == second
     for text in (
@@ -423,21 +413,21 @@ def side_outputs(side: Side, when: str, only_aux: bool, reshard: bool | None) ->
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("when", ["before", "after", "none"])
-def test_f25_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
+def test_a_loss_left_on_an_attribute_trains(world2: World, when: str, reshard: bool | None) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
 
 
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after", "none"])
-def test_f25_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
+def test_a_loss_made_only_of_attributes_trains(world2: World, when: str, reshard: bool) -> None:
     assert_same(world2, side_outputs, when, True, reshard)
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["detached", "codes"])
-def test_f25_a_block_without_differentiable_output_may_leave_a_loss(
+def test_a_block_without_differentiable_output_may_leave_a_loss(
     world2: World, when: str, reshard: bool
 ) -> None:
     assert_same(world2, side_outputs, when, False, reshard)
@@ -466,16 +456,13 @@ def loss_on_torchs(model: Any, inputs: Tensor) -> Tensor:
     return torch.stack([block.body.aux_loss for block in model.blocks]).sum()
 
 
-def late_on_torchs(side: Side, first: Any, reshard: bool) -> None:
-    train(side, built(Chain, *[lambda: LateOnTorchs(first)] * 3), reshard, loss_on_torchs)
-
-
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("first", [None, 0.0, torch.zeros(())], ids=["None", "number", "tensor"])
 def test_a_loss_that_replaces_something_on_a_module_of_torchs_trains(
-    world2: World, first: Any, reshard: bool
+    side: Side, first: Any, reshard: bool
 ) -> None:
-    assert_same(world2, late_on_torchs, first, reshard)
+    train(side, built(Chain, *[lambda: LateOnTorchs(first)] * 3), reshard, loss_on_torchs)
 
 
 class KeepsWeight(torch.autograd.Function):
@@ -509,13 +496,10 @@ class CollectingKernels(Collecting):
         self.blocks = nn.ModuleList(SideKernel() for _ in range(3))
 
 
-def side_kernels(side: Side, reshard: bool) -> None:
-    train(side, built(CollectingKernels), reshard, collected_loss)
-
-
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f25_freed_weights_are_never_read_by_a_side_output(world2: World, reshard: bool) -> None:
-    assert_same(world2, side_kernels, reshard)
+def test_freed_weights_are_never_read_by_a_side_output(side: Side, reshard: bool) -> None:
+    train(side, built(CollectingKernels), reshard, collected_loss)
 
 
 class StoresWeight(nn.Module):
@@ -543,7 +527,7 @@ def outcome_of_stored_weight() -> str:
     return "right" if torch.allclose(expected, found) else f"wrong: {found} for {expected}"
 
 
-def test_f26_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
+def test_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
     for outcome in world2.run(outcome_of_stored_weight):
         assert outcome == "right" or "blocks.0.linear.weight" in outcome, outcome
 
@@ -588,11 +572,11 @@ def returns_none(side: Side, reshard: bool | None, in_handler: bool) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f25_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
+def test_a_block_may_return_nothing(world2: World, reshard: bool | None) -> None:
     assert_same(world2, returns_none, reshard, False)
 
 
-def test_f41_a_block_may_return_nothing_inside_an_except_clause(world2: World) -> None:
+def test_a_block_may_return_nothing_inside_an_except_clause(world2: World) -> None:
     assert_same(world2, returns_none, True, True)
 
 
@@ -620,17 +604,12 @@ class UsesOne(Chain):
         return sum((outputs[i] for i in self.used), x * 0.5)
 
 
-def several_outputs(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
-    train(side, built(UsesOne, used), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_f25_any_of_several_outputs_may_be_used(
-    world2: World, used: tuple[int, ...], reshard: bool | None
-) -> None:
-    assert_same(world2, several_outputs, used, reshard)
+def test_any_of_several_outputs_may_be_used(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
+    train(side, built(UsesOne, used), reshard)
 
 
 class PassesThrough(nn.Module):
@@ -658,14 +637,11 @@ class Dense(nn.Module):
         return self.outlet(torch.stack(states).sum(0))
 
 
-def passing_through(side: Side, reshard: bool | None) -> None:
-    train(side, built(Dense), reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f25_a_block_may_hand_on_its_inputs(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, passing_through, reshard)
+def test_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> None:
+    train(side, built(Dense), reshard)
 
 
 def unshards_of_passing_through() -> dict[str, int]:
@@ -679,7 +655,7 @@ def unshards_of_passing_through() -> dict[str, int]:
     return {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
 
 
-def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
+def test_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
     for counts in world2.run(unshards_of_passing_through):
         blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
         assert len(blocks) == 4
@@ -689,17 +665,14 @@ def test_f25_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
 # --- recurrent blocks, odd inputs -----------------------------------------------------------------
 
 
-def recurrent(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
-    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
-    train(side, model, reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(23)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_f25_recurrent_blocks_train(world2: World, kind: Any, options: Any, reshard: bool | None) -> None:
-    assert_same(world2, recurrent, kind, options, reshard)
+def test_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
+    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
+    train(side, model, reshard)
 
 
 class Packed(nn.Module):
@@ -723,14 +696,20 @@ def packed(side: Side) -> None:
     train(side, built(Packed))
 
 
-def test_f25_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(world2: World) -> None:
+def test_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(world2: World) -> None:
     assert_same(world2, packed)
 
 
-# --- F28 ------------------------------------------------------------------------------------------
+# --- inference mode -------------------------------------------------------------------------------
 
 
-def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_training_follows_a_first_forward_without_gradients(
+    side: Side, mode: Any, reshard: bool | None
+) -> None:
     model = side.shard_tower(built(Chain, block, lambda: Recurrent(nn.LSTM)), reshard_after_forward=reshard)
     for step in range(2):
         with mode():
@@ -745,22 +724,10 @@ def inference_first(side: Side, mode: Any, reshard: bool | None) -> None:
     side.steps(model, adamw(model), [3])
 
 
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_f28_training_follows_a_first_forward_without_gradients(
-    world2: World, mode: Any, reshard: bool | None
-) -> None:
-    assert_same(world2, inference_first, mode, reshard)
-
-
-def sharded_under_inference_mode(side: Side) -> None:
+@same_as_plain(2)
+def test_a_model_sharded_under_inference_mode_trains(side: Side) -> None:
     model = built(even_tower)
     with torch.inference_mode():
         side.shard_tower(model)
         side.note_rows("inference", model(side.inputs(9)).clone())
     side.steps(model, adamw(model), range(2))
-
-
-def test_f28_a_model_sharded_under_inference_mode_trains(world2: World) -> None:
-    assert_same(world2, sharded_under_inference_mode)

@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about calls in odd places and about what an exception leaves behind.
+"""Calls in odd places, and what an exception leaves behind (docs/explain/failures.md).
 
 Scripts run plainly and sharded (scenario.py) in float64. Exceptions are raised on all ranks at the
 same point and caught there, as a training loop does that skips a bad batch.
@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import (
-    Chain,
-    CheckpointedTower,
-    Constrained,
-    Failure,
-    Fragile,
-    block,
-    built,
-    fragile_tower,
-)
+from failure_models import Chain, CheckpointedTower, Constrained, Failure, Fragile, block, fragile_tower
 from harness import World
 from meshed import refusal
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same
+from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,10 +23,13 @@ from shardwise import fully_shard, register_fsdp_forward_method
 
 RESHARD = [None, True, False]
 
-# --- F31 ------------------------------------------------------------------------------------------
+# --- calls in any order, and several roots --------------------------------------------------------
 
 
-def block_alone(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(14)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | None) -> None:
     """A block is called before the root, between two calls of it, after it, and trained alone."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -63,14 +57,8 @@ def block_alone(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [8, 9])
 
 
-@pytest.mark.thin(14)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f31_a_block_may_be_called_alone_at_any_time(world: World, reshard: bool | None) -> None:
-    assert_same(world, block_alone, reshard)
-
-
-def several_roots(side: Side) -> None:
+@same_as_plain(2)
+def test_several_roots_may_share_a_loss(side: Side) -> None:
     """Encoder and decoder sharded apart, trained by one loss; a frozen third looks on."""
     encoder, decoder, judge = built(Chain, block, block), built(even_tower), built(Chain, block)
     encoder.outlet = nn.Linear(8, 8).double()
@@ -96,10 +84,6 @@ def several_roots(side: Side) -> None:
     side.note_parameters(encoder)
 
 
-def test_f31_several_roots_may_share_a_loss(world2: World) -> None:
-    assert_same(world2, several_roots)
-
-
 class Holder(nn.Module):
     """A root that calls another root, which it does not contain."""
 
@@ -115,7 +99,8 @@ class Holder(nn.Module):
         return self.outlet(x)
 
 
-def root_inside_root(side: Side) -> None:
+@same_as_plain(2)
+def test_a_root_may_call_another_root(side: Side) -> None:
     inner = side.shard_tower(built(even_tower))
     model = built(Holder, inner)
     side.shard_tower(model)
@@ -126,11 +111,8 @@ def root_inside_root(side: Side) -> None:
         side.assert_settled(inner)
 
 
-def test_f31_a_root_may_call_another_root(world2: World) -> None:
-    assert_same(world2, root_inside_root)
-
-
-def sharded_after_use(side: Side) -> None:
+@same_as_plain(2)
+def test_blocks_may_be_used_before_the_root_is_sharded(side: Side) -> None:
     """The blocks are roots first; the model around them is sharded after they have been trained."""
     model = built(even_tower)
     side.shard(*model.blocks)
@@ -147,11 +129,8 @@ def sharded_after_use(side: Side) -> None:
     side.steps(model, adamw(model), range(2))
 
 
-def test_f31_blocks_may_be_used_before_the_root_is_sharded(world2: World) -> None:
-    assert_same(world2, sharded_after_use)
-
-
-def sharded_between_forward_and_backward(side: Side) -> None:
+@same_as_plain(2)
+def test_the_root_may_be_sharded_between_forward_and_backward_of_a_block(side: Side) -> None:
     model = built(even_tower)
     side.shard(*model.blocks)
     loss = model.blocks[0](side.inputs(0)).pow(2).mean()
@@ -160,10 +139,6 @@ def sharded_between_forward_and_backward(side: Side) -> None:
     side.note_gradients(model)
     side.assert_settled(model)
     side.steps(model, adamw(model), range(2))
-
-
-def test_f31_the_root_may_be_sharded_between_forward_and_backward_of_a_block(world2: World) -> None:
-    assert_same(world2, sharded_between_forward_and_backward)
 
 
 class Grouped(nn.Module):
@@ -182,7 +157,10 @@ class Grouped(nn.Module):
         return (x if self.skips == "outlet" else self.outlet(x)).sum(1, keepdim=True)
 
 
-def grouped(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_modules_of_one_group_need_not_all_run(side: Side, reshard: bool | None) -> None:
     model = built(Grouped)
     if side.is_sharded:
         fully_shard([model.inlet, model.outlet], reshard_after_forward=reshard)
@@ -195,12 +173,6 @@ def grouped(side: Side, reshard: bool | None) -> None:
             side.note_rows("evaluation", model(side.inputs(9)))
         side.assert_settled(model)
     side.note_parameters(model)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f31_modules_of_one_group_need_not_all_run(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, grouped, reshard)
 
 
 class WithMethods(Chain):
@@ -219,7 +191,8 @@ class WithMethods(Chain):
         return self(self.encode(x))
 
 
-def other_methods(side: Side) -> None:
+@same_as_plain(2)
+def test_registered_methods_train_as_forward_does(side: Side) -> None:
     model = side.shard_tower(built(WithMethods))
     for name in ("encode", "score"):
         register_fsdp_forward_method(model, name)
@@ -236,11 +209,7 @@ def other_methods(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f31_registered_methods_train_as_forward_does(world2: World) -> None:
-    assert_same(world2, other_methods)
-
-
-# --- F32 ------------------------------------------------------------------------------------------
+# --- order of sharding ----------------------------------------------------------------------------
 
 
 def error_of_top_down() -> str:
@@ -251,7 +220,7 @@ def error_of_top_down() -> str:
     return str(caught.value)
 
 
-def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
+def test_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
     first, second = world2.run(error_of_top_down)
     assert first == second
     assert_expected_inline(
@@ -260,7 +229,7 @@ def test_f32_a_child_sharded_after_its_parent_is_refused_with_both_names(world2:
     )
 
 
-# --- F41 ------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def attempt(model: nn.Module, inputs: Tensor, errors: list[BaseException]) -> None:
@@ -291,7 +260,7 @@ def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, op
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])
-def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
+def test_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
     world2: World, fails: str, where: int, reshard: bool | None
 ) -> None:
     assert_same(world2, failing_iterations, fails, where, False, {"reshard_after_forward": reshard})
@@ -299,11 +268,15 @@ def test_f41_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", ["late", "backward", "interrupted"])
-def test_f41_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
+def test_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
     assert_same(world2, failing_iterations, fails, 1, True, {})
 
 
-def leftovers(side: Side, fails: str, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("fails", ["early", "late", "backward"])
+def test_nothing_is_left_unsharded_after_a_failure(side: Side, fails: str, reshard: bool | None) -> None:
     """What is in memory after the failure itself, once gradients have been cleared."""
     model = side.shard_tower(built(fragile_tower), reshard_after_forward=reshard)
     side.step(model, adamw(model), 0)
@@ -314,15 +287,6 @@ def leftovers(side: Side, fails: str, reshard: bool | None) -> None:
     with torch.no_grad():
         side.note_rows("evaluation", model(side.inputs(2)))
     side.assert_settled(model)
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("fails", ["early", "late", "backward"])
-def test_f41_nothing_is_left_unsharded_after_a_failure(
-    world2: World, fails: str, reshard: bool | None
-) -> None:
-    assert_same(world2, leftovers, fails, reshard)
 
 
 class FallsBack(Chain):
@@ -338,7 +302,9 @@ class FallsBack(Chain):
             return self.inlet(x)
 
 
-def falling_back(side: Side, fails: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("fails", ["early", "late"])
+def test_a_parent_may_catch_what_a_block_raises(side: Side, fails: str) -> None:
     model = side.shard_tower(built(FallsBack))
     optimizer = adamw(model)
     for step in range(4):
@@ -347,33 +313,10 @@ def falling_back(side: Side, fails: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("fails", ["early", "late"])
-def test_f41_a_parent_may_catch_what_a_block_raises(world2: World, fails: str) -> None:
-    assert_same(world2, falling_back, fails)
-
-
 class FragileCheckpoints(CheckpointedTower):
     def __init__(self, where: str, reentrant: bool) -> None:
         super().__init__(where, reentrant)
         self.blocks = nn.ModuleList([Fragile(), Fragile(), Fragile()])
-
-
-def failing_recomputation(side: Side, where: str, reentrant: bool, fails: str) -> None:
-    model = side.shard_tower(built(FragileCheckpoints, where, reentrant))
-    optimizer = adamw(model)
-    for step in range(3):
-        if step == 1:
-            loss = model(side.inputs(7)).mean()
-            model.blocks[1].fails = fails  # from now on: in the recomputation
-            try:
-                loss.backward()
-            except Failure:
-                optimizer.zero_grad()
-            else:
-                raise AssertionError("it did not fail")
-            model.blocks[1].fails = None
-        side.step(model, optimizer, step)
-    side.note_parameters(model)
 
 
 RECOMPUTATIONS = [(True, "early"), (True, "late"), (True, "backward"), (False, "early")]
@@ -397,28 +340,41 @@ class Recursive(nn.Module):
         return x @ self.weight
 
 
-def recursion_that_fails(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_module_may_catch_what_a_call_of_itself_raises(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Chain, Recursive, block), reshard_after_forward=reshard)
     optimizer = adamw(model)
     side.steps(model, optimizer, [0, 1])
     side.assert_settled(model)
 
 
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f41_a_module_may_catch_what_a_call_of_itself_raises(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, recursion_that_fails, reshard)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(6)
 @pytest.mark.parametrize(("reentrant", "fails"), RECOMPUTATIONS)
 @pytest.mark.parametrize("where", ["around", "pairs"])
-def test_f41_a_failed_recomputation_leaves_nothing_behind(
-    world2: World, where: str, reentrant: bool, fails: str
+def test_a_failed_recomputation_leaves_nothing_behind(
+    side: Side, where: str, reentrant: bool, fails: str
 ) -> None:
-    assert_same(world2, failing_recomputation, where, reentrant, fails)
+    model = side.shard_tower(built(FragileCheckpoints, where, reentrant))
+    optimizer = adamw(model)
+    for step in range(3):
+        if step == 1:
+            loss = model(side.inputs(7)).mean()
+            model.blocks[1].fails = fails  # from now on: in the recomputation
+            try:
+                loss.backward()
+            except Failure:
+                optimizer.zero_grad()
+            else:
+                raise AssertionError("it did not fail")
+            model.blocks[1].fails = None
+        side.step(model, optimizer, step)
+    side.note_parameters(model)
 
 
-def failing_microbatch(side: Side) -> None:
+@same_as_plain(2)
+def test_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(side: Side) -> None:
     """The second of three unsynchronised microbatches fails; the gradients of the first stay."""
     model = side.shard_tower(built(fragile_tower))
     for step in range(2):
@@ -432,10 +388,6 @@ def failing_microbatch(side: Side) -> None:
         mean_of_squares(model, side.inputs(6)).backward()
         side.note_gradients(model)
         side.assert_settled(model)
-
-
-def test_f41_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(world2: World) -> None:
-    assert_same(world2, failing_microbatch)
 
 
 def refuse(gradient: Tensor) -> None:
@@ -470,7 +422,7 @@ def after_failed_backward(side: Side, synchronises: bool, clear: str) -> str:
 
 @pytest.mark.parametrize("synchronises", [False, True])
 @pytest.mark.parametrize("clear", ["at once", "late", "to zeros", "reset"])
-def test_f41_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
+def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
     world2: World, synchronises: bool, clear: str
 ) -> None:
     assert_same(world2, after_failed_backward, synchronises, clear)
@@ -480,7 +432,7 @@ def told_after_failed_backward(synchronises: bool) -> str:
     return after_failed_backward(Side(is_sharded=True), synchronises, "late")
 
 
-def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
+def test_it_says_which_gradients_are_incomplete(world2: World) -> None:
     for told in world2.run(told_after_failed_backward, False):
         assert_expected_inline(
             told,
@@ -488,7 +440,8 @@ def test_f41_it_says_which_gradients_are_incomplete(world2: World) -> None:
         )
 
 
-def failing_before_all_gradients(side: Side) -> None:
+@same_as_plain(2)
+def test_a_backward_that_fails_before_all_gradients_changes_nothing(side: Side) -> None:
     """Nothing was added to what waits: it may be added to."""
     model = side.shard_tower(built(fragile_tower))
     side.sync(model, False)
@@ -502,11 +455,9 @@ def failing_before_all_gradients(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f41_a_backward_that_fails_before_all_gradients_changes_nothing(world2: World) -> None:
-    assert_same(world2, failing_before_all_gradients)
-
-
-def failure_of_the_library(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("how", ["held", "retried"])
+def test_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: Side, how: str) -> None:
     """An error that passes through our own frames in backward, held by the caller as a notebook holds the
     last one."""
     model = side.shard_tower(built(even_tower))
@@ -529,12 +480,8 @@ def failure_of_the_library(side: Side, how: str) -> None:
         side.steps(model, optimizer, [2, 3])
 
 
-@pytest.mark.parametrize("how", ["held", "retried"])
-def test_f41_an_error_that_is_still_held_does_not_keep_its_backward_alive(world2: World, how: str) -> None:
-    assert_same(world2, failure_of_the_library, how)
-
-
-def refused_change(side: Side) -> None:
+@same_as_plain(2)
+def test_training_goes_on_after_a_refused_change_of_a_weight(side: Side) -> None:
     """A forward that changes its weight in place is refused; the next, which does not, trains."""
     model = side.shard_tower(built(Chain, lambda: Constrained("no"), block))
     optimizer = adamw(model)
@@ -548,11 +495,8 @@ def refused_change(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f41_training_goes_on_after_a_refused_change_of_a_weight(world2: World) -> None:
-    assert_same(world2, refused_change)
-
-
-def evaluation_inside_backward(side: Side) -> None:
+@same_as_plain(2)
+def test_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
     """A gradient hook that runs the model, to log what it would say."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -571,11 +515,10 @@ def evaluation_inside_backward(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f31_the_model_may_be_evaluated_inside_backward(world2: World) -> None:
-    assert_same(world2, evaluation_inside_backward)
-
-
-def failing_hooks(side: Side, which: str) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
+def test_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
     """The caller's own hooks fail, before and after ours."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -608,13 +551,8 @@ def failing_hooks(side: Side, which: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
-def test_f41_a_hook_of_the_caller_may_fail(world2: World, which: str) -> None:
-    assert_same(world2, failing_hooks, which)
-
-
-def module_hooks(side: Side) -> None:
+@same_as_plain(2)
+def test_hooks_of_the_caller_run_as_without_sharding(side: Side) -> None:
     """Backward hooks of torch on blocks and root; hooks that replace inputs and outputs."""
     model = side.shard_tower(built(even_tower))
     calls: list[str] = []
@@ -630,11 +568,8 @@ def module_hooks(side: Side) -> None:
         calls.clear()
 
 
-def test_f31_hooks_of_the_caller_run_as_without_sharding(world2: World) -> None:
-    assert_same(world2, module_hooks)
-
-
-def retried_inside_the_handler(side: Side) -> None:
+@same_as_plain(2)
+def test_a_batch_may_be_tried_again_inside_the_except_clause(side: Side) -> None:
     """As people do after running out of memory: the next, smaller batch inside the except clause."""
     model = side.shard_tower(built(fragile_tower))
     optimizer = adamw(model)
@@ -652,11 +587,13 @@ def retried_inside_the_handler(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f41_a_batch_may_be_tried_again_inside_the_except_clause(world2: World) -> None:
-    assert_same(world2, retried_inside_the_handler)
-
-
-def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None) -> None:
+@same_as_plain(4)
+@pytest.mark.thin(41)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
+@pytest.mark.parametrize("reshard", [None, False])
+def test_ranks_of_which_one_has_failed_go_on_together(
+    side: Side, shape: tuple[int, ...], reshard: bool | None
+) -> None:
     """One rank's backward fails when all gradients have left; that of the others ends.
 
     They wait for it: between the sums over shards and those over replicas, it still has a part to play.
@@ -675,12 +612,3 @@ def failing_on_one_rank(side: Side, shape: tuple[int, ...], reshard: bool | None
                 mean_of_squares(model, inputs).backward()
         side.step(model, optimizer, step)
     side.note_parameters(model)
-
-
-@pytest.mark.thin(41)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
-@pytest.mark.parametrize("reshard", [None, False])
-def test_f41_ranks_of_which_one_has_failed_go_on_together(
-    world4: World, shape: tuple[int, ...], reshard: bool | None
-) -> None:
-    assert_same(world4, failing_on_one_rank, shape, reshard)

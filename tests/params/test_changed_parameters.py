@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about parameters: what they carry, what replaces them, what they turn into.
+"""What parameters carry, what replaces them and what they turn into (docs/explain/failures.md).
 
 Scripts run plainly and sharded (scenario.py). Where computing in low precision, every rank works on
 the whole batch: the mean of equal numbers is exact, so that even bfloat16 agrees to the bit.
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block, built
+from failure_models import Chain, Constrained, LoraLinear, MixedBlock, Recurrent, Tied, block
 from harness import World
-from models import even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, full, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -36,7 +36,7 @@ def values_for(param: Tensor, seed: int) -> Tensor:
     return torch.randn(param.shape, generator=generator, dtype=torch.float64) / 3
 
 
-# --- F08 ------------------------------------------------------------------------------------------
+# --- what parameters carry ------------------------------------------------------------------------
 
 
 class SeesAttributes(nn.Module):
@@ -71,11 +71,11 @@ def attributes(side: Side, convert: bool) -> None:
     side.note("marked", sorted(n for n, p in model.named_parameters() if p.no_weight_decay))
 
 
-def test_f08_attributes_stay_on_shards_and_full_parameters(world2: World) -> None:
+def test_attributes_stay_on_shards_and_full_parameters(world2: World) -> None:
     assert_same(world2, attributes, False)
 
 
-def test_f08_attributes_survive_a_change_of_dtype(world2: World) -> None:
+def test_attributes_survive_a_change_of_dtype(world2: World) -> None:
     assert_same(world2, attributes, True, atol=1e-6)  # it went through float32
 
 
@@ -117,16 +117,17 @@ def gradient_hooks(side: Side, convert: bool, late: bool) -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("late", [False, True], ids=["before_sharding", "after_sharding"])
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f08_gradient_hooks_run_once_a_backward(world: World, late: bool) -> None:
+def test_gradient_hooks_run_once_a_backward(world: World, late: bool) -> None:
     assert_same(world, gradient_hooks, False, late)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before_sharding", "after_sharding"])
-def test_f08_gradient_hooks_survive_a_change_of_dtype(world2: World, late: bool) -> None:
+def test_gradient_hooks_survive_a_change_of_dtype(world2: World, late: bool) -> None:
     assert_same(world2, gradient_hooks, True, late, atol=1e-6)  # it went through float32
 
 
-def hooks_on_frozen(side: Side) -> None:
+@same_as_plain(2)
+def test_hooks_wait_while_the_parameter_is_frozen(side: Side) -> None:
     """A hook on a parameter that is trained later only."""
     model = built(even_tower)
     weight = model.blocks[0].up.weight
@@ -140,11 +141,8 @@ def hooks_on_frozen(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f08_hooks_wait_while_the_parameter_is_frozen(world2: World) -> None:
-    assert_same(world2, hooks_on_frozen)
-
-
-def removed_hook(side: Side) -> None:
+@same_as_plain(2)
+def test_a_removed_hook_runs_no_more(side: Side) -> None:
     model = built(even_tower)
     handles = [model.inlet.weight.register_hook(lambda g: g * 2)]
     side.shard_tower(model)
@@ -156,11 +154,8 @@ def removed_hook(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f08_a_removed_hook_runs_no_more(world2: World) -> None:
-    assert_same(world2, removed_hook)
-
-
-def optimizer_in_backward(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_an_optimizer_may_step_inside_backward(side: Side) -> None:
     """Each parameter is stepped as soon as its gradient is there, and the gradient dropped."""
     model = side.shard_tower(built(even_tower))
     optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
@@ -180,15 +175,14 @@ def optimizer_in_backward(side: Side) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f08_an_optimizer_may_step_inside_backward(world: World) -> None:
-    assert_same(world, optimizer_in_backward)
+# --- what replaces parameters ---------------------------------------------------------------------
 
 
-# --- F09 ------------------------------------------------------------------------------------------
-
-
-def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(15)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
+def test_a_parameter_put_in_place_of_another_is_used(side: Side, early: bool, reshard: bool | None) -> None:
     """module.weight = new, with a parameter sharded alike."""
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
     if not early:
@@ -208,38 +202,23 @@ def replace_parameters(side: Side, early: bool, reshard: bool | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(15)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("early", [True, False], ids=["before_forward", "after_backward"])
-def test_f09_a_parameter_put_in_place_of_another_is_used(
-    world: World, early: bool, reshard: bool | None
-) -> None:
-    assert_same(world, replace_parameters, early, reshard)
-
-
-def load_by_assignment(side: Side, make: Any, whole: bool, frozen: bool, again: bool) -> None:
-    model = side.shard_tower(built(make))
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(38)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
+@pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_loading_by_assignment_is_used(side: Side, whole: bool, frozen: bool, again: bool) -> None:
+    """A state dict like the model's own, or the full one of an unsharded model."""
+    model = side.shard_tower(built(uneven_tower))
     if frozen:
         model.inlet.weight.requires_grad_(False)
-    width = 7 if make is uneven_tower else 8
     if again:
-        mean_of_squares(model, side.inputs(5, width)).backward()
+        mean_of_squares(model, side.inputs(5, 7)).backward()
         model.zero_grad()
     values = {n: values_for(value, index) for index, (n, value) in enumerate(model.state_dict().items())}
     sharded = {name: like(value, values[name]) for name, value in model.state_dict().items()}
     model.load_state_dict(values if whole else sharded, assign=True)
-    side.steps(model, adamw(model), range(2), width=width)
-
-
-@pytest.mark.thin(38)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "one_frozen"])
-@pytest.mark.parametrize("again", [False, True], ids=["before_forward", "after_backward"])
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
-def test_f09_loading_by_assignment_is_used(world: World, whole: bool, frozen: bool, again: bool) -> None:
-    """A state dict like the model's own, or the full one of an unsharded model."""
-    assert_same(world, load_by_assignment, uneven_tower, whole, frozen, again)
+    side.steps(model, adamw(model), range(2), width=7)
 
 
 def load_tied_by_assignment(side: Side, whole: bool) -> None:
@@ -266,21 +245,18 @@ def plain_tied(side: Side) -> None:
     side.note_rows("output", model(side.inputs(1)))
 
 
-def tied_after_assignment(side: Side, whole: bool) -> None:
+@same_as_plain(2, 3)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_tied_weights_stay_tied_through_assignment(side: Side, whole: bool) -> None:
     if side.is_sharded:
         load_tied_by_assignment(side, whole)
     else:
         plain_tied(side)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f09_tied_weights_stay_tied_through_assignment(world: World, whole: bool) -> None:
-    assert_same(world, tied_after_assignment, whole)
-
-
-def set_data_in_place(side: Side) -> None:
+@same_as_plain(2)
+def test_data_changed_in_place_is_used(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
     for index, param in enumerate(model.parameters()):
@@ -291,13 +267,8 @@ def set_data_in_place(side: Side) -> None:
     side.steps(model, adamw(model), range(2))
 
 
-def test_f09_data_changed_in_place_is_used(world2: World) -> None:
-    assert_same(world2, set_data_in_place)
-
-
 def refusal_after(change: str) -> str:
-    torch.manual_seed(1)
-    model = Tied().double()
+    model = built(Tied, seed=1)
     fully_shard(model.blocks[0])
     fully_shard(model)
     inputs = random_batch(0, 4)
@@ -328,7 +299,7 @@ def refusal(world: World, change: str) -> str:
     return first
 
 
-def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
+def test_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: World) -> None:
     assert_expected_inline(
         refusal(world2, "plain"),
         """blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.""",
@@ -344,7 +315,7 @@ def test_f09_a_plain_parameter_in_place_of_a_sharded_one_is_refused(world2: Worl
         ("one_of_tied", ["embed.weight and head.weight are tied", "embed.weight alone was replaced"]),
     ],
 )
-def test_f09_what_cannot_be_used_is_refused_with_names(world2: World, change: str, texts: list[str]) -> None:
+def test_what_cannot_be_used_is_refused_with_names(world2: World, change: str, texts: list[str]) -> None:
     message = refusal(world2, change)
     for text in texts:
         assert text in message
@@ -359,7 +330,7 @@ def add_parameter(side: Side) -> None:
     side.note("gradient", model.blocks[1].bonus.grad)
 
 
-def test_f12_a_parameter_added_after_sharding_is_reduced_or_refused(world2: World) -> None:
+def test_a_parameter_added_after_sharding_is_reduced_or_refused(world2: World) -> None:
     try:
         assert_same(world2, add_parameter)
     except AssertionError as error:
@@ -367,7 +338,7 @@ def test_f12_a_parameter_added_after_sharding_is_reduced_or_refused(world2: Worl
             raise
 
 
-# --- F15 ------------------------------------------------------------------------------------------
+# --- state dicts taken early ----------------------------------------------------------------------
 
 
 def early_state_dict(side: Side, make: Any, before: str) -> None:
@@ -393,35 +364,37 @@ def early_state_dict(side: Side, make: Any, before: str) -> None:
 @pytest.mark.thin(27)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("make", [uneven_tower, Tied])
-def test_f15_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:
+def test_a_state_dict_taken_before_the_first_forward_stays_live(world: World, make: Any) -> None:
     assert_same(world, early_state_dict, make, "nothing")
 
 
 @pytest.mark.parametrize("before", ["assign", "to_float32"])
-def test_f15_a_state_dict_taken_before_the_next_forward_stays_live(world2: World, before: str) -> None:
+def test_a_state_dict_taken_before_the_next_forward_stays_live(world2: World, before: str) -> None:
     atol = 1e-10 if before == "assign" else 1e-4
     assert_same(world2, early_state_dict, uneven_tower, before, atol=atol)
 
 
-def tied_on_the_last_rank(side: Side) -> None:
+@same_as_plain(2, 3, 4)
+@pytest.mark.sample(2)
+def test_tied_weights_are_trained_on_the_last_rank_too(side: Side) -> None:
     model = side.shard_tower(built(Tied))
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [2, 3, 4], indirect=True)
-def test_f15_tied_weights_are_trained_on_the_last_rank_too(world: World) -> None:
-    assert_same(world, tied_on_the_last_rank)
-
-
-# --- F22 ------------------------------------------------------------------------------------------
+# --- several dtypes -------------------------------------------------------------------------------
 
 
 def whole(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return random_batch(step, 6).to(dtype)
 
 
-def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) -> None:
+@same_as_plain(2, atol=0.0)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
+    side: Side, packing_limit_bytes: int | None, reshard: bool | None
+) -> None:
     torch.manual_seed(1234)
     model = Chain(LoraLinear, LoraLinear, LoraLinear)
     policy = CommPolicy(packing_limit_bytes=packing_limit_bytes)
@@ -436,16 +409,10 @@ def adapters(side: Side, packing_limit_bytes: int | None, reshard: bool | None) 
     side.note_parameters(model)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f22_float32_adapters_on_a_frozen_bfloat16_base_train_exactly(
-    world2: World, packing_limit_bytes: int | None, reshard: bool | None
-) -> None:
-    assert_same(world2, adapters, packing_limit_bytes, reshard, atol=0.0)
-
-
-def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
+@same_as_plain(1, 2, 4, atol=0.0)  # powers of two: the mean is exact
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
+def test_parameters_of_three_dtypes_train_exactly(side: Side, packing_limit_bytes: int | None) -> None:
     torch.manual_seed(1234)
     model = Chain(MixedBlock, MixedBlock)
     model.inlet.double()
@@ -462,13 +429,6 @@ def three_dtypes(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)  # powers of two: the mean is exact
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0, 40])
-def test_f22_parameters_of_three_dtypes_train_exactly(world: World, packing_limit_bytes: int | None) -> None:
-    assert_same(world, three_dtypes, packing_limit_bytes, atol=0.0)
-
-
 class ComplexBlock(nn.Module):
     """Complex weights, as in Fourier operators."""
 
@@ -481,7 +441,9 @@ class ComplexBlock(nn.Module):
         return torch.tanh((x.to(self.weight.dtype) @ self.weight).abs() * self.gain)
 
 
-def complex_numbers(side: Side, packing_limit_bytes: int | None) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+def test_complex_parameters_train_beside_real_ones(side: Side, packing_limit_bytes: int | None) -> None:
     torch.manual_seed(1234)
     model = Chain(ComplexBlock)
     model.inlet.double()
@@ -489,13 +451,6 @@ def complex_numbers(side: Side, packing_limit_bytes: int | None) -> None:
     model.blocks[0].gain.data = model.blocks[0].gain.data.double()
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
-
-
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-def test_f22_complex_parameters_train_beside_real_ones(
-    world2: World, packing_limit_bytes: int | None
-) -> None:
-    assert_same(world2, complex_numbers, packing_limit_bytes)
 
 
 class Filters(nn.Module):
@@ -523,22 +478,25 @@ COMPLEX_OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-def complex_steps(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_optimizers_update_complex_parameters_with_uneven_rows(side: Side) -> None:
     for optimizer in COMPLEX_OPTIMIZERS:
         torch.manual_seed(0)
         model = side.shard_tower(Filters())
         side.steps(model, optimizer(model.parameters()), range(3))
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f22_optimizers_update_complex_parameters_with_uneven_rows(world: World) -> None:
-    assert_same(world, complex_steps)
+# --- conversions ----------------------------------------------------------------------------------
 
 
-# --- F30 ------------------------------------------------------------------------------------------
-
-
-def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) -> None:
+@same_as_plain(2, atol=0.0)
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_training_goes_on_in_another_dtype(
+    side: Side, dtype: torch.dtype, how: str, reshard: bool | None
+) -> None:
     """Forward in float32, convert, go on training in `dtype`; every rank works on the whole batch."""
     torch.manual_seed(1234)
     model = side.shard_tower(uneven_tower(), reshard_after_forward=reshard)
@@ -563,17 +521,12 @@ def converted(side: Side, dtype: torch.dtype, how: str, reshard: bool | None) ->
     side.note_parameters(model)
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("how", ["before_forward", "after_forward", "after_step", "with_gradients"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_f30_training_goes_on_in_another_dtype(
-    world2: World, dtype: torch.dtype, how: str, reshard: bool | None
-) -> None:
-    assert_same(world2, converted, dtype, how, reshard, atol=0.0)
-
-
-def same_in_another_form(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
+)
+def test_moving_between_steps_changes_no_number(side: Side, how: str) -> None:
     """Calls that leave values and dtypes as they are."""
     model = side.shard_tower(built(uneven_tower))
     optimizer = adamw(model)
@@ -596,15 +549,8 @@ def same_in_another_form(side: Side, how: str) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "how", ["to_cpu", "cpu", "double", "there_and_back", "only_a_block", "requires_grad", "train"]
-)
-def test_f30_moving_between_steps_changes_no_number(world2: World, how: str) -> None:
-    assert_same(world2, same_in_another_form, how)
-
-
-def halved(side: Side) -> None:
+@same_as_plain(2, atol=0.0)
+def test_half_and_back(side: Side) -> None:
     torch.manual_seed(1234)
     model = side.shard_tower(even_tower())
     model(random_batch(0, 6).float())
@@ -617,11 +563,9 @@ def halved(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f30_half_and_back(world2: World) -> None:
-    assert_same(world2, halved, atol=0.0)
-
-
-def swapped(side: Side, how: str) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("how", ["weights", "shifted", "models"])
+def test_shards_may_be_assigned_to_each_others_places(side: Side, how: str) -> None:
     """What is assigned are shards of ours, in other places."""
     model, other = side.shard_tower(built(even_tower)), side.shard_tower(built(even_tower))
     with torch.no_grad():
@@ -643,11 +587,6 @@ def swapped(side: Side, how: str) -> None:
         side.steps(each, adamw(each), [1, 2])
 
 
-@pytest.mark.parametrize("how", ["weights", "shifted", "models"])
-def test_f10_shards_may_be_assigned_to_each_others_places(world2: World, how: str) -> None:
-    assert_same(world2, swapped, how)
-
-
 def tied_afterwards() -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model)
@@ -659,7 +598,7 @@ def tied_afterwards() -> str:
     return "accepted"
 
 
-def test_f09_a_tie_within_a_group_after_sharding_is_refused(world2: World) -> None:
+def test_a_tie_within_a_group_after_sharding_is_refused(world2: World) -> None:
     for text in world2.run(tied_afterwards):
         assert_expected_inline(
             text,
@@ -683,7 +622,7 @@ def warnings_of_a_tie_restored(replaced: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("replaced", "kept"), [("embed", "head"), ("head", "embed")])
-def test_f09_a_tie_that_is_restored_is_told_once(world2: World, replaced: str, kept: str) -> None:
+def test_a_tie_that_is_restored_is_told_once(world2: World, replaced: str, kept: str) -> None:
     for texts in world2.run(warnings_of_a_tie_restored, replaced):
         assert texts == [
             f"{replaced}.weight and {kept}.weight are tied, but {replaced}.weight alone was replaced, by a "
@@ -700,21 +639,18 @@ def assigned_to_two_modules_of_one_call() -> float:
     return float(full(model.head.weight).mean())
 
 
-def test_f09_a_state_dict_is_assigned_to_tied_modules_of_one_call(world2: World) -> None:
+def test_a_state_dict_is_assigned_to_tied_modules_of_one_call(world2: World) -> None:
     assert world2.run(assigned_to_two_modules_of_one_call) == [1.0, 1.0]
 
 
-def tied_and_recurrent(side: Side) -> None:
+@same_as_plain(2)
+def test_tied_and_recurrent_weights_follow_a_change_of_dtype(side: Side) -> None:
     torch.manual_seed(1234)
     for model in (Tied(), Chain(lambda: Recurrent(nn.LSTM), lambda: Recurrent(nn.GRU))):
         side.shard_tower(model)
         model(random_batch(0, BATCH_SIZE).float())
         model.double()
         side.steps(model, adamw(model), range(2))
-
-
-def test_f30_tied_and_recurrent_weights_follow_a_change_of_dtype(world2: World) -> None:
-    assert_same(world2, tied_and_recurrent)
 
 
 def constrained(side: Side, how: str) -> None:
@@ -728,7 +664,7 @@ def constrained(side: Side, how: str) -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
 @pytest.mark.parametrize("how", ["data", "no_grad"])
-def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) -> None:
+def test_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) -> None:
     try:
         assert_same(world, constrained, how)
     except AssertionError as error:
@@ -736,7 +672,8 @@ def test_f09_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: s
             raise
 
 
-def converted_with_waiting_gradients(side: Side) -> None:
+@same_as_plain(2, atol=1e-05)
+def test_unsynchronised_gradients_are_converted_as_well(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -746,11 +683,8 @@ def converted_with_waiting_gradients(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f30_unsynchronised_gradients_are_converted_as_well(world2: World) -> None:
-    assert_same(world2, converted_with_waiting_gradients, atol=1e-5)
-
-
-def one_half_converted(side: Side) -> None:
+@same_as_plain(2, atol=1e-06)
+def test_a_conversion_loses_no_unsynchronised_gradient(side: Side) -> None:
     """A conversion while unsynchronised gradients wait."""
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
@@ -759,10 +693,6 @@ def one_half_converted(side: Side) -> None:
     side.sync(model, True)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
-
-
-def test_f30_a_conversion_loses_no_unsynchronised_gradient(world2: World) -> None:
-    assert_same(world2, one_half_converted, atol=1e-6)
 
 
 # --- containers, parametrizations, kept weights ---------------------------------------------------
@@ -786,7 +716,8 @@ class Containers(nn.Module):
         return self.attention(x, x, x)[0][:, 0]
 
 
-def containers(side: Side) -> None:
+@same_as_plain(2)
+def test_lists_dicts_and_parametrizations_of_parameters_are_found(side: Side) -> None:
     model = side.shard_tower(built(Chain, Containers, Containers))
     side.steps(model, adamw(model), range(2))
     model.eval()
@@ -794,18 +725,10 @@ def containers(side: Side) -> None:
         side.note_rows("evaluation", model(side.inputs(9)))
 
 
-def test_f08_lists_dicts_and_parametrizations_of_parameters_are_found(world2: World) -> None:
-    assert_same(world2, containers)
-
-
-def no_parameters(side: Side) -> None:
+@same_as_plain(1, 2)
+def test_blocks_without_trainable_parameters_are_sharded_too(side: Side) -> None:
     """Blocks without any parameter, or with frozen ones only."""
     model = built(Chain, nn.Tanh, block, nn.Identity)
     model.blocks[1].requires_grad_(False)
     side.shard_tower(model)
     side.steps(model, adamw(model), range(2))
-
-
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f20_blocks_without_trainable_parameters_are_sharded_too(world: World) -> None:
-    assert_same(world, no_parameters)

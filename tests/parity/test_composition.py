@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about what people combine: optimizers, ties, clipping, several meshes, other calls.
+"""What people combine: optimizers, ties, clipping, several meshes, other calls (docs/explain/failures.md).
 
 Every test runs one script plainly and sharded (scenario.py) in float64, or asks for the words of a refusal.
 """
@@ -12,22 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from failure_models import Branching, Chain, PartlyUsed, block, built
+from failure_models import Branching, Chain, PartlyUsed, block
 from harness import World
 from models import (
     WIDTH,
     Block,
     LanguageModel,
+    built,
     even_tower,
     next_token_loss,
     odd_model,
     random_batch,
+    shard_tower,
     token_batch,
     uneven_tower,
 )
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -40,13 +42,7 @@ from shardwise import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_
 RESHARD = [None, True, False]
 
 
-def shard_tower(model: nn.Module, **options: Any) -> Any:
-    for each in model.blocks:
-        fully_shard(each, **options)
-    return fully_shard(model, **options)
-
-
-# --- F04 ------------------------------------------------------------------------------------------
+# --- optimizers made before sharding --------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -78,7 +74,7 @@ def optimizer_made_first(kind: str, clears_first: bool, is_sharded: bool) -> dic
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("clears_first", [True, False], ids=["zero_grad_first", "step_first"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_f04_an_optimizer_made_before_sharding_trains_or_says_why_not(
+def test_an_optimizer_made_before_sharding_trains_or_says_why_not(
     world2: World, kind: str, clears_first: bool
 ) -> None:
     expected = optimizer_made_first(kind, clears_first, is_sharded=False)
@@ -133,7 +129,7 @@ def weights_kept_elsewhere() -> tuple[list[str], list[bool]]:
     return texts, are_same
 
 
-def test_f04_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(world2: World) -> None:
+def test_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(world2: World) -> None:
     for texts, are_same in world2.run(weights_kept_elsewhere):
         assert len(texts) == 5
         for text in texts:
@@ -141,7 +137,7 @@ def test_f04_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(wor
         assert all(are_same)
 
 
-# --- F07 ------------------------------------------------------------------------------------------
+# --- the divide factor ----------------------------------------------------------------------------
 
 
 def divided_on_a_plane(shape: tuple[int, int], factor: float, reduces_late: bool) -> dict[str, Tensor | None]:
@@ -161,7 +157,7 @@ def divided_on_a_plane(shape: tuple[int, int], factor: float, reduces_late: bool
 @pytest.mark.parametrize("reduces_late", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
-def test_f07_with_replicas_the_sum_over_all_ranks_is_divided_once(
+def test_with_replicas_the_sum_over_all_ranks_is_divided_once(
     world4: World, shape: tuple[int, int], factor: float, reduces_late: bool
 ) -> None:
     plain = built(uneven_tower)
@@ -184,9 +180,7 @@ def cast_before_replicas_agree(shape: tuple[int, int]) -> dict[str, Tensor | Non
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
-def test_f07_sums_that_wait_for_replicas_survive_a_change_of_dtype(
-    world4: World, shape: tuple[int, int]
-) -> None:
+def test_sums_that_wait_for_replicas_survive_a_change_of_dtype(world4: World, shape: tuple[int, int]) -> None:
     plain = built(uneven_tower)
     for step in (0, 1):
         mean_of_squares(plain, random_batch(step, 4, 7)).backward()
@@ -195,7 +189,7 @@ def test_f07_sums_that_wait_for_replicas_survive_a_change_of_dtype(
             torch.testing.assert_close(got[name], param.grad.float(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-# --- F08 ------------------------------------------------------------------------------------------
+# --- what parameters carry ------------------------------------------------------------------------
 
 
 class Tagged(nn.Parameter):
@@ -251,25 +245,21 @@ class PackedLinear(nn.Module):
         return self.back(torch.tanh(x @ dense.t() + self.up(self.down(x))))
 
 
-def subclassed(side: Side, make: Any, rows: int, options: dict[str, Any]) -> None:
+@same_as_plain(1, 2, 4)
+@pytest.mark.thin(25)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
+def test_forward_sees_the_subclass_and_what_it_carries(
+    side: Side, make: Any, rows: int, reshard: bool
+) -> None:
     model = built(Chain, partial(make, rows), block, partial(make, rows))
-    side.shard_tower(model, **options)
+    side.shard_tower(model, reshard_after_forward=reshard)
     weight = model.blocks[0].weight
     side.note("attributes", sorted(vars(weight).keys() & {"tag", "quant_state"}))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     side.steps(model, optimizer, range(3))
     side.note("bytes", model.blocks[0].weight)
-
-
-@pytest.mark.thin(25)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("rows", [8, 5])
-@pytest.mark.parametrize("make", [UsesTagged, PackedLinear])
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
-def test_f08_forward_sees_the_subclass_and_what_it_carries(
-    world: World, make: Any, rows: int, reshard: bool
-) -> None:
-    assert_same(world, subclassed, make, rows, {"reshard_after_forward": reshard})
 
 
 def packed_under_mixed_precision() -> list[str]:
@@ -285,14 +275,15 @@ def packed_under_mixed_precision() -> list[str]:
     return seen
 
 
-def test_f08_packed_bytes_are_not_cast_under_mixed_precision(world2: World) -> None:
+def test_packed_bytes_are_not_cast_under_mixed_precision(world2: World) -> None:
     assert world2.run(packed_under_mixed_precision) == [["torch.uint8 torch.bfloat16 torch.bfloat16"]] * 2
 
 
-# --- F10 ------------------------------------------------------------------------------------------
+# --- resharding to fewer ranks --------------------------------------------------------------------
 
 
-def resharded_to_two(side: Side) -> None:
+@same_as_plain(4)
+def test_after_resharding_to_a_smaller_world_the_visible_shards_are_right(side: Side) -> None:
     """No dim 0 divides by 2 or 4; what is visible between forward and backward is right."""
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
     optimizer = adamw(model)
@@ -309,11 +300,9 @@ def resharded_to_two(side: Side) -> None:
     side.note_parameters(model)
 
 
-def test_f10_after_resharding_to_a_smaller_world_the_visible_shards_are_right(world4: World) -> None:
-    assert_same(world4, resharded_to_two)
-
-
-def resharded_and_used_otherwise(side: Side, checkpointed: bool) -> None:
+@same_as_plain(4)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_smaller_world_loses_nothing_in_unusual_orders(side: Side, checkpointed: bool) -> None:
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=2)
     optimizer = adamw(model)
     for step in range(2):
@@ -334,15 +323,15 @@ def resharded_and_used_otherwise(side: Side, checkpointed: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_f10_a_smaller_world_loses_nothing_in_unusual_orders(world4: World, checkpointed: bool) -> None:
-    assert_same(world4, resharded_and_used_otherwise, checkpointed)
+# --- ignored parameters ---------------------------------------------------------------------------
 
 
-# --- F12 ------------------------------------------------------------------------------------------
-
-
-def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
+)
+def test_gradients_of_ignored_parameters_are_averaged_on_request(side: Side, synced: list[bool]) -> None:
     """One trainable parameter of the root and one of a block are left out."""
     model = built(uneven_tower)
     left_out = [model.inlet.weight, model.blocks[1].up.bias]
@@ -352,22 +341,11 @@ def with_ignored(side: Side, synced: list[bool], reduces: bool) -> None:
     if side.is_sharded:
         assert [type(param) for param in left_out] == [nn.Parameter] * 2
         assert model.inlet.weight is left_out[0]
-        model.set_reduce_ignored_params(reduces)
+        model.set_reduce_ignored_params(True)
     for microbatch, is_synced in enumerate(synced):
         side.sync(model, is_synced)
         mean_of_squares(model, side.inputs(microbatch, 7)).backward()
     side.note_gradients(model)
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(
-    "synced", [[True], [False, True], [True, True]], ids=["one", "accumulated", "both synchronised"]
-)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f12_gradients_of_ignored_parameters_are_averaged_on_request(
-    world: World, synced: list[bool]
-) -> None:
-    assert_same(world, with_ignored, synced, True)
 
 
 def gradient_left_alone() -> bool:
@@ -382,7 +360,7 @@ def gradient_left_alone() -> bool:
     return torch.allclose(ignored.grad, plain.inlet.weight.grad, rtol=0, atol=1e-12)  # type: ignore
 
 
-def test_f12_without_the_request_an_ignored_gradient_is_the_ranks_own(world2: World) -> None:
+def test_without_the_request_an_ignored_gradient_is_the_ranks_own(world2: World) -> None:
     assert world2.run(gradient_left_alone) == [True, True]
 
 
@@ -394,15 +372,13 @@ def warnings_about_ignored(which: str) -> list[str]:
             param.requires_grad_(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for each in model.blocks:
-            fully_shard(each, ignored_params=ignored)
-        fully_shard(model, ignored_params=ignored)
+        shard_tower(model, ignored_params=ignored)
         mean_of_squares(model, random_batch(0, 4)).backward()
         mean_of_squares(model, random_batch(1, 4)).backward()
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
-def test_f12_each_trainable_parameter_that_is_ignored_is_warned_of_once(world2: World) -> None:
+def test_each_trainable_parameter_that_is_ignored_is_warned_of_once(world2: World) -> None:
     for texts in world2.run(warnings_about_ignored, "trainable"):
         text = "\n".join(texts)
         for name in ("inlet.weight", "up.bias"):
@@ -410,11 +386,11 @@ def test_f12_each_trainable_parameter_that_is_ignored_is_warned_of_once(world2: 
         assert_says(text, "ignored_params", "set_reduce_ignored_params")
 
 
-def test_f12_frozen_parameters_are_ignored_without_a_word(world2: World) -> None:
+def test_frozen_parameters_are_ignored_without_a_word(world2: World) -> None:
     assert world2.run(warnings_about_ignored, "frozen") == [[], []]
 
 
-# --- F20 ------------------------------------------------------------------------------------------
+# --- unused parameters and blocks -----------------------------------------------------------------
 # Ranks do different things here, so the plain side plays them one after the other.
 
 Configure = Callable[[nn.Module, int, int], None]  # (model, rank, step)
@@ -479,7 +455,7 @@ def parameter_unused_on_some(configure: Configure, how: dict[str, Any], is_shard
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2}], ids=["each", "accumulated"])
 @pytest.mark.parametrize("configure", [uses_extra_on_some, uses_extra_on_none])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f20_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Configure, how: Any) -> None:
+def test_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Configure, how: Any) -> None:
     assert_played_alike(world, parameter_unused_on_some, configure, how)
 
 
@@ -495,7 +471,7 @@ def zeros_for_what_is_unused() -> list[Any]:
     return seen
 
 
-def test_f20_what_no_rank_uses_gets_zeros_only_on_request(world2: World) -> None:
+def test_what_no_rank_uses_gets_zeros_only_on_request(world2: World) -> None:
     assert world2.run(zeros_for_what_is_unused) == [[0.0, None]] * 2
 
 
@@ -539,7 +515,7 @@ def block_used_on_some(
 )
 @pytest.mark.parametrize("reshard", RESHARD)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f20_a_block_may_be_used_on_some_ranks_only(
+def test_a_block_may_be_used_on_some_ranks_only(
     world: World, configure: Configure, reshard: bool | None
 ) -> None:
     options = {"reshard_after_forward": reshard}
@@ -556,7 +532,7 @@ def test_f20_a_block_may_be_used_on_some_ranks_only(
     ],
     ids=["checkpointed", "accumulated", "evaluated"],
 )
-def test_f20_a_block_may_be_used_on_some_ranks_in_other_loops(world2: World, make: Any, how: Any) -> None:
+def test_a_block_may_be_used_on_some_ranks_in_other_loops(world2: World, make: Any, how: Any) -> None:
     assert_played_alike(world2, block_used_on_some, make, one_block_for_each, {}, how)
 
 
@@ -596,13 +572,11 @@ def tower_used_on_some(says_no_zeros: bool, is_sharded: bool, world: int) -> Any
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 @pytest.mark.parametrize("says_no_zeros", [False, True])
-def test_f20_a_tower_of_sharded_layers_may_be_used_on_some_ranks_only(
-    world: World, says_no_zeros: bool
-) -> None:
+def test_a_tower_of_sharded_layers_may_be_used_on_some_ranks_only(world: World, says_no_zeros: bool) -> None:
     assert_played_alike(world, tower_used_on_some, says_no_zeros)
 
 
-# --- F23 ------------------------------------------------------------------------------------------
+# --- tied parameters ------------------------------------------------------------------------------
 
 
 class TiedLanguageModel(LanguageModel):
@@ -658,14 +632,14 @@ def tied_across_groups(side: Side, groups: list[str], ties_three: bool, options:
 @pytest.mark.parametrize("ties_three", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("which", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f23_weights_tied_across_groups_are_one_parameter_with_one_gradient(
+def test_weights_tied_across_groups_are_one_parameter_with_one_gradient(
     world: World, which: str, ties_three: bool
 ) -> None:
     assert_same(world, tied_across_groups, GROUPS[which], ties_three, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f23_tied_weights_train_whatever_is_freed(world2: World, reshard: bool) -> None:
+def test_tied_weights_train_whatever_is_freed(world2: World, reshard: bool) -> None:
     assert_same(world2, tied_across_groups, ["embed", "head"], True, {"reshard_after_forward": reshard})
 
 
@@ -704,7 +678,10 @@ class TiedStages(nn.Module):
         return self.outlet(x)
 
 
-def tied_blocks(side: Side, make: Any) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(27)
+@pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
+def test_blocks_may_share_weights(side: Side, make: Any) -> None:
     model = built(make)
     if make is TiedStages:
         side.shard(*(inner for stage in model.blocks for inner in stage))
@@ -717,14 +694,8 @@ def tied_blocks(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.thin(27)
-@pytest.mark.parametrize("make", [TiedBlocks, TiedStages])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f23_blocks_may_share_weights(world: World, make: Any) -> None:
-    assert_same(world, tied_blocks, make)
-
-
-def tied_and_frozen(side: Side) -> None:
+@same_as_plain(2)
+def test_tied_weights_may_be_frozen_and_thawed(side: Side) -> None:
     model = built(TiedLanguageModel, True)
     model.embed.weight.requires_grad_(False)
     side.shard(*model.blocks, model.embed, model.head, model)
@@ -740,14 +711,12 @@ def tied_and_frozen(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f23_tied_weights_may_be_frozen_and_thawed(world2: World) -> None:
-    assert_same(world2, tied_and_frozen)
+# --- calls in any order, and several roots --------------------------------------------------------
 
 
-# --- F31 ------------------------------------------------------------------------------------------
-
-
-def actor_and_critic(side: Side) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.sample(3)
+def test_roots_may_be_trained_apart_and_together(side: Side) -> None:
     """Three roots that share what they see, a frozen one among them, trained apart and together."""
     actor, critic, judge = built(even_tower), built(Chain, block), built(even_tower)
     judge.requires_grad_(False)
@@ -776,13 +745,7 @@ def actor_and_critic(side: Side) -> None:
     side.note_parameters(critic)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f31_roots_may_be_trained_apart_and_together(world: World) -> None:
-    assert_same(world, actor_and_critic)
-
-
-# --- F33 ------------------------------------------------------------------------------------------
+# --- any dimension and memory format --------------------------------------------------------------
 
 
 def on_the_last_dimension(param: nn.Parameter) -> Shard | None:
@@ -797,23 +760,19 @@ def on_a_mixture(param: nn.Parameter) -> Shard | None:
     return Shard(param.numel() % param.ndim) if param.ndim else None
 
 
-def odd_parameters(side: Side, make: Any, place: Any, reshard: Any) -> None:
+@same_as_plain(1, 2, 3, 4)
+@pytest.mark.thin(280)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
+@pytest.mark.parametrize("make", [odd_model, uneven_tower])
+def test_any_parameter_may_be_sharded_on_any_dimension(
+    side: Side, make: Any, place: Any, reshard: Any
+) -> None:
     model = built(make)
     side.shard_tower(model, shard_placement_fn=place, reshard_after_forward=reshard)
     width = 7 if make is uneven_tower else 8
     side.steps(model, adamw(model), range(3), width=width)
     side.note("shapes", [tuple(param.shape) for param in model.parameters()])
-
-
-@pytest.mark.thin(280)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("place", [None, on_the_last_dimension, on_dimension_1, on_a_mixture])
-@pytest.mark.parametrize("make", [odd_model, uneven_tower])
-@pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
-def test_f33_any_parameter_may_be_sharded_on_any_dimension(
-    world: World, make: Any, place: Any, reshard: bool
-) -> None:
-    assert_same(world, odd_parameters, make, place, reshard)
 
 
 def strides_seen(place: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -839,9 +798,7 @@ def getattr_path(module: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("place", [None, on_the_last_dimension])
-def test_f33_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(
-    world2: World, place: Any
-) -> None:
+def test_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(world2: World, place: Any) -> None:
     for pairs in world2.run(strides_seen, place):
         assert pairs
         for mine, theirs in pairs:
@@ -849,7 +806,7 @@ def test_f33_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(
             assert mine == theirs or dense, f"strides {mine} where {theirs} were given"
 
 
-# --- F35 ------------------------------------------------------------------------------------------
+# --- full states ----------------------------------------------------------------------------------
 
 
 def load_plain_state(how: str) -> tuple[dict[str, Tensor], str]:
@@ -880,7 +837,7 @@ def plain_state() -> dict[str, Tensor]:
 @pytest.mark.thin(7)
 @pytest.mark.parametrize("how", ["all", "some", "after a step", "last dimension"])
 @pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f35_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, how: str) -> None:
+def test_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, how: str) -> None:
     given, before = plain_state(), built(odd_model).state_dict()
     for got, text in world.run(load_plain_state, how):
         if text:
@@ -892,7 +849,7 @@ def test_f35_a_plain_full_state_dict_is_loaded_or_the_way_is_told(world: World, 
             torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
 
 
-# --- F36 ------------------------------------------------------------------------------------------
+# --- functional_call ------------------------------------------------------------------------------
 
 
 def called_with_other_weights(kind: str, on: str) -> tuple[str, Any, Any, Any]:
@@ -924,7 +881,7 @@ def called_with_other_weights(kind: str, on: str) -> tuple[str, Any, Any, Any]:
 @pytest.mark.parametrize("on", ["", "blocks.1"])
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f36_functional_call_uses_what_it_is_given_or_refuses(world: World, kind: str, on: str) -> None:
+def test_functional_call_uses_what_it_is_given_or_refuses(world: World, kind: str, on: str) -> None:
     plain = built(even_tower)
     target = plain.get_submodule(on)
     given = {name: (2 * param.detach()).requires_grad_() for name, param in target.named_parameters()}
@@ -942,10 +899,14 @@ def test_f36_functional_call_uses_what_it_is_given_or_refuses(world: World, kind
             torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
 
 
-# --- F38 ------------------------------------------------------------------------------------------
+# --- clipping -------------------------------------------------------------------------------------
 
 
-def clipped(side: Side, kind: float, offloads: bool) -> None:
+@same_as_plain(1, 2, 3)
+@pytest.mark.thin(20)
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
+def test_torchs_clipping_sees_the_norm_over_all_ranks(side: Side, kind: float, offloads: bool) -> None:
     """On one mesh, torch's clipping sees the whole norm."""
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
     model = side.shard_tower(built(uneven_tower), **options)
@@ -959,15 +920,8 @@ def clipped(side: Side, kind: float, offloads: bool) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(20)
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_f38_torchs_clipping_sees_the_norm_over_all_ranks(world: World, kind: float, offloads: bool) -> None:
-    assert_same(world, clipped, kind, offloads)
-
-
-def clipped_by_kind(side: Side) -> None:
+@same_as_plain(2)
+def test_norms_of_sharded_and_plain_gradients_can_be_put_together(side: Side) -> None:
     """DTensors and plain parameters: a norm of each, put together by hand."""
     model = built(uneven_tower)
     with warnings.catch_warnings():
@@ -990,11 +944,7 @@ def clipped_by_kind(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f38_norms_of_sharded_and_plain_gradients_can_be_put_together(world2: World) -> None:
-    assert_same(world2, clipped_by_kind)
-
-
-# --- F40 ------------------------------------------------------------------------------------------
+# --- calls past forward ---------------------------------------------------------------------------
 
 
 class Generating(nn.Module):
@@ -1055,7 +1005,7 @@ def called_outside(way: str, used_before: bool) -> tuple[str, dict[str, Tensor |
 @pytest.mark.parametrize("used_before", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_f40_a_call_past_forward_says_which_parameter_and_what_to_call(
+def test_a_call_past_forward_says_which_parameter_and_what_to_call(
     world: World, way: str, used_before: bool
 ) -> None:
     plain = built(Generating)
@@ -1068,7 +1018,8 @@ def test_f40_a_call_past_forward_says_which_parameter_and_what_to_call(
             torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
 
 
-def called_outside_after_unshard(side: Side) -> None:
+@same_as_plain(2)
+def test_after_unshard_or_registering_the_same_calls_work(side: Side) -> None:
     """The remedies of the message."""
     model = side.shard_tower(built(Generating))
     if side.is_sharded:
@@ -1083,7 +1034,3 @@ def called_outside_after_unshard(side: Side) -> None:
         shardwise.register_fsdp_forward_method(model, "generate")
     side.note_rows("generated", model.generate(side.inputs(1)).detach())
     side.steps(model, adamw(model), range(2))
-
-
-def test_f40_after_unshard_or_registering_the_same_calls_work(world2: World) -> None:
-    assert_same(world2, called_outside_after_unshard)

@@ -1,4 +1,4 @@
-"""FAILURES.md, the rows about gradients: none is lost, doubled, kept back or left over.
+"""No gradient is lost, doubled, kept back or left over, where that has happened elsewhere (docs/explain/failures.md).
 
 Every test runs one script plainly and sharded (scenario.py) in float64; only the order of additions
 differs, so all that the script notes agrees to 1e-10.
@@ -21,12 +21,11 @@ from failure_models import (
     Stages,
     Twice,
     block,
-    built,
 )
 from harness import World
-from models import even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same
+from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -36,7 +35,7 @@ WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
 RESHARD = [None, True, False]
 
 
-# --- F01 ------------------------------------------------------------------------------------------
+# --- checkpointing, and several forwards ----------------------------------------------------------
 
 
 def preference_loss(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, op
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
-def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
+def test_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     world2: World, where: str, reentrant: bool, reshard: bool | None
 ) -> None:
     options = {"reshard_after_forward": reshard}
@@ -70,7 +69,7 @@ def test_f01_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
 @pytest.mark.parametrize("where", WAYS)
-def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
+def test_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
     options = {"comm_policy": CommPolicy(packing_limit_bytes=100, prefetch=2)}
     assert_same(world2, checkpointed_training, where, reentrant, one_forward_loss, options)
 
@@ -78,24 +77,21 @@ def test_f01_checkpointing_changes_no_gradient(world2: World, where: str, reentr
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("where", ["around", "whole"])
 @pytest.mark.parametrize("world", [3, 4], indirect=True)
-def test_f01_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
+def test_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
     assert_same(world, checkpointed_training, where, True, preference_loss, {})
 
 
-def staged_training(side: Side, reentrant: bool, order: Any, loss: Any) -> None:
-    model = built(Stages, reentrant, order)
-    side.shard(*model.to_shard(), model)
-    side.steps(model, adamw(model), range(3), loss)
-
-
+@same_as_plain(2)
 @pytest.mark.thin(45)
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-def test_f01_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
-    world2: World, reentrant: bool, order: tuple[int, ...], loss: Any
+def test_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
+    side: Side, reentrant: bool, order: Any, loss: Any
 ) -> None:
-    assert_same(world2, staged_training, reentrant, order, loss)
+    model = built(Stages, reentrant, order)
+    side.shard(*model.to_shard(), model)
+    side.steps(model, adamw(model), range(3), loss)
 
 
 class Selective(Chain):
@@ -114,18 +110,18 @@ class Selective(Chain):
         return checkpoint(block, x, use_reentrant=False, context_fn=contexts)  # type: ignore
 
 
-def selective_training(side: Side, everything: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("everything", [False, True], ids=["matmuls", "everything"])
+def test_selective_checkpointing_changes_no_gradient(side: Side, everything: bool) -> None:
     model = side.shard_tower(built(Selective, everything))
     side.steps(model, adamw(model), range(3), preference_loss)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["matmuls", "everything"])
-def test_f01_selective_checkpointing_changes_no_gradient(world2: World, everything: bool) -> None:
-    assert_same(world2, selective_training, everything)
-
-
-def plain_two_forwards(side: Side, options: Any) -> None:
-    model = side.shard_tower(built(uneven_tower), **options)
+@same_as_plain(2, 3)
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_two_forwards_before_one_backward_add_up(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(3):
         optimizer.zero_grad()
@@ -138,14 +134,8 @@ def plain_two_forwards(side: Side, options: Any) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_two_forwards_before_one_backward_add_up(world: World, reshard: bool | None) -> None:
-    assert_same(world, plain_two_forwards, {"reshard_after_forward": reshard})
-
-
-def forwards_and_backwards_interleaved(side: Side) -> None:
+@same_as_plain(2)
+def test_interleaved_forwards_and_backwards_add_up(side: Side) -> None:
     """One forward, one backward, in the order of a pipeline's 1F1B schedule."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -162,11 +152,7 @@ def forwards_and_backwards_interleaved(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f01_interleaved_forwards_and_backwards_add_up(world2: World) -> None:
-    assert_same(world2, forwards_and_backwards_interleaved)
-
-
-# --- F02 and accumulation -------------------------------------------------------------------------
+# --- accumulation, and clearing what has accumulated ----------------------------------------------
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
@@ -184,7 +170,24 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
         owner.zero_grad(set_to_none=how.endswith("none"))
 
 
-def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_grad: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(28)
+@pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "model_none",
+        "model_zeros",
+        "optimizer_none",
+        "optimizer_zeros",
+        "by_hand",
+        "data_zeros",
+        "foreach_zeros",
+    ],
+)
+def test_clearing_gradients_clears_the_unsynchronised_ones(
+    side: Side, how: str, between: bool, has_grad: bool
+) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     if has_grad:
@@ -206,27 +209,8 @@ def unsynchronised_backward_then_clear(side: Side, how: str, between: bool, has_
     side.steps(model, optimizer, range(3, 5))
 
 
-@pytest.mark.thin(28)
-@pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "model_none",
-        "model_zeros",
-        "optimizer_none",
-        "optimizer_zeros",
-        "by_hand",
-        "data_zeros",
-        "foreach_zeros",
-    ],
-)
-def test_f02_clearing_gradients_clears_the_unsynchronised_ones(
-    world2: World, how: str, between: bool, has_grad: bool
-) -> None:
-    assert_same(world2, unsynchronised_backward_then_clear, how, between, has_grad)
-
-
-def clear_some(side: Side) -> None:
+@same_as_plain(2)
+def test_clearing_some_gradients_keeps_the_others(side: Side) -> None:
     """An optimizer that has only some of the parameters clears only those."""
     model = side.shard_tower(built(even_tower))
     few = torch.optim.SGD(model.blocks[1].down.parameters(), lr=0.1)
@@ -239,11 +223,8 @@ def clear_some(side: Side) -> None:
     side.assert_settled(model)
 
 
-def test_f02_clearing_some_gradients_keeps_the_others(world2: World) -> None:
-    assert_same(world2, clear_some)
-
-
-def clear_before_the_last_backward(side: Side) -> None:
+@same_as_plain(2)
+def test_reductions_still_under_way_are_cleared_as_well(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
         model.set_is_last_backward(False)
@@ -253,10 +234,6 @@ def clear_before_the_last_backward(side: Side) -> None:
         model.set_is_last_backward(True)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
-
-
-def test_f02_reductions_still_under_way_are_cleared_as_well(world2: World) -> None:
-    assert_same(world2, clear_before_the_last_backward)
 
 
 def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_backward: bool) -> None:
@@ -283,19 +260,20 @@ def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_back
     [[False, False, True], [True, True, True], [True, False, True], [False, True, True]],
     ids=["last", "all", "first_and_last", "from_second"],
 )
-def test_f02_microbatches_add_up_to_their_sum(
+def test_microbatches_add_up_to_their_sum(
     world: World, synced: list[bool], reshards_after_backward: bool
 ) -> None:
     assert_same(world, accumulate, synced, {}, reshards_after_backward)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f02_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
+def test_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(packing_limit_bytes=0)}
     assert_same(world2, accumulate, [False, True], options, True)
 
 
-def accumulate_until_the_last(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_microbatches_before_the_last_backward_add_up(side: Side) -> None:
     """set_is_last_backward(False): reductions travel on while the next microbatch runs."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
@@ -311,12 +289,8 @@ def accumulate_until_the_last(side: Side) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f02_microbatches_before_the_last_backward_add_up(world: World) -> None:
-    assert_same(world, accumulate_until_the_last)
-
-
-def scale_some(side: Side) -> None:
+@same_as_plain(2)
+def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
     """One gradient is changed in place; another, that is zero, has an unsynchronised part waiting."""
     model = side.shard_tower(built(Branching))
     loss = model(side.inputs(0)).mean() + 0 * model.blocks[0](side.inputs(0)).sum()
@@ -332,11 +306,9 @@ def scale_some(side: Side) -> None:
     side.note_gradients(model)
 
 
-def test_f02_clearing_one_gradient_keeps_others_that_are_zero(world2: World) -> None:
-    assert_same(world2, scale_some)
-
-
-def accumulate_checkpointed(side: Side, reentrant: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> None:
     model = built(CheckpointedTower, "around", reentrant)
     side.shard_tower(model)
     for microbatch in range(3):
@@ -346,12 +318,8 @@ def accumulate_checkpointed(side: Side, reentrant: bool) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-def test_f02_checkpointed_microbatches_add_up(world2: World, reentrant: bool) -> None:
-    assert_same(world2, accumulate_checkpointed, reentrant)
-
-
-def an_evaluation_between_microbatches(side: Side) -> None:
+@same_as_plain(2)
+def test_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -363,11 +331,7 @@ def an_evaluation_between_microbatches(side: Side) -> None:
     side.assert_settled(model)
 
 
-def test_f02_an_evaluation_between_microbatches_loses_none(world2: World) -> None:
-    assert_same(world2, an_evaluation_between_microbatches)
-
-
-# --- F03 ------------------------------------------------------------------------------------------
+# --- what follows an evaluation -------------------------------------------------------------------
 
 
 def clip(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
@@ -440,7 +404,15 @@ def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
         return model(side.inputs(7)).detach().clone()
 
 
-def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(89)
+@pytest.mark.parametrize(
+    ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
+)
+@pytest.mark.parametrize("act", ACTIONS)
+def test_what_follows_an_evaluation_acts_on_the_weights(
+    side: Side, act: Any, mode: str, reshard: bool | None
+) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
@@ -453,17 +425,6 @@ def evaluate_then_act(side: Side, act: Any, mode: str, reshard: bool | None) -> 
     side.note_rows("after", evaluate(model, side, mode))
     side.note_rows("again", evaluate(model, side, mode))
     side.steps(model, optimizer, [2, 3])
-
-
-@pytest.mark.thin(89)
-@pytest.mark.parametrize(
-    ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
-)
-@pytest.mark.parametrize("act", ACTIONS)
-def test_f03_what_follows_an_evaluation_acts_on_the_weights(
-    world2: World, act: Any, mode: str, reshard: bool | None
-) -> None:
-    assert_same(world2, evaluate_then_act, act, mode, reshard)
 
 
 class Teacher(nn.Module):
@@ -487,7 +448,14 @@ def average_data(mine: nn.Parameter, other: nn.Parameter) -> None:
     mine.data.mul_(0.5).add_(other.data, alpha=0.5)
 
 
-def teacher_follows_student(side: Side, make: Any, follow: Any, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("follow", [average, average_data])
+@pytest.mark.parametrize("make", [even_tower, Teacher])
+def test_a_teacher_that_follows_the_student_is_never_stale(
+    side: Side, make: Any, follow: Any, reshard: bool | None
+) -> None:
     student, teacher = built(even_tower), built(make)
     side.shard_tower(student)
     tower = teacher.tower if isinstance(teacher, Teacher) else teacher
@@ -506,17 +474,9 @@ def teacher_follows_student(side: Side, make: Any, follow: Any, reshard: bool | 
             follow(mine, other)
 
 
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("follow", [average, average_data])
+@same_as_plain(2)
 @pytest.mark.parametrize("make", [even_tower, Teacher])
-def test_f03_a_teacher_that_follows_the_student_is_never_stale(
-    world2: World, make: Any, follow: Any, reshard: bool | None
-) -> None:
-    assert_same(world2, teacher_follows_student, make, follow, reshard)
-
-
-def frozen_forward(side: Side, make: Any) -> None:
+def test_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Side, make: Any) -> None:
     model = built(make)
     tower = model.tower if isinstance(model, Teacher) else model
     side.shard(*tower.blocks, model)
@@ -525,12 +485,9 @@ def frozen_forward(side: Side, make: Any) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.parametrize("make", [even_tower, Teacher])
-def test_f03_a_model_that_no_backward_will_visit_is_freed_after_forward(world2: World, make: Any) -> None:
-    assert_same(world2, frozen_forward, make)
-
-
-def edit_own_rows(side: Side, reshards_after_backward: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("reshards_after_backward", [True, False])
+def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_backward: bool) -> None:
     """The rank that has row 0 of a weight changes it, and the other ranks do nothing."""
     model = side.shard_tower(built(even_tower))
     if side.is_sharded:
@@ -549,26 +506,6 @@ def edit_own_rows(side: Side, reshards_after_backward: bool) -> None:
         side.note_gradients(model)
 
 
-@pytest.mark.parametrize("reshards_after_backward", [True, False])
-def test_f03_an_edit_on_one_rank_is_unsharded_by_all(world2: World, reshards_after_backward: bool) -> None:
-    assert_same(world2, edit_own_rows, reshards_after_backward)
-
-
-def kept_between_steps(side: Side, make_optimizer: Any) -> None:
-    """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
-    model = side.shard_tower(built(even_tower))
-    if side.is_sharded:
-        model.set_reshard_after_backward(False)
-    optimizer = make_optimizer(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = mean_of_squares(model, side.inputs(step))
-        loss.backward()
-        side.note_mean("loss", loss)
-        optimizer.step()
-    side.note_parameters(model)
-
-
 def adamw_fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -585,10 +522,22 @@ def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
 
 
+@same_as_plain(2)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
-def test_f03_groups_kept_unsharded_follow_every_kind_of_optimizer(world2: World, make_optimizer: Any) -> None:
-    assert_same(world2, kept_between_steps, make_optimizer)
+def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, make_optimizer: Any) -> None:
+    """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
+    model = side.shard_tower(built(even_tower))
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    optimizer = make_optimizer(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = mean_of_squares(model, side.inputs(step))
+        loss.backward()
+        side.note_mean("loss", loss)
+        optimizer.step()
+    side.note_parameters(model)
 
 
 def step_between(make_optimizer: Any, is_sharded: bool) -> str:
@@ -605,7 +554,7 @@ def step_between(make_optimizer: Any, is_sharded: bool) -> str:
 
 # Only what torch counts on a DTensor: it counts no foreach and no fused operation.
 @pytest.mark.parametrize("make_optimizer", [adamw_loop])
-def test_f03_weights_changed_between_forward_and_backward_are_refused_by_name(
+def test_weights_changed_between_forward_and_backward_are_refused_by_name(
     world2: World, make_optimizer: Any
 ) -> None:
     assert "modified by an inplace operation" in step_between(sgd_foreach, False)
@@ -614,7 +563,7 @@ def test_f03_weights_changed_between_forward_and_backward_are_refused_by_name(
         assert "changed in place between the forward that used it and this backward" in message
 
 
-# --- F20 ------------------------------------------------------------------------------------------
+# --- unused parameters and blocks -----------------------------------------------------------------
 
 
 def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
@@ -633,17 +582,20 @@ def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
     [[(0, 2)] * 3, [(0, 1, 2), (1,), (), (2, 1, 0), (0, 0, 1)]],
     ids=["never", "changing"],
 )
-def test_f20_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
+def test_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
     assert_same(world, unused_blocks, use, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_f20_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
+def test_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
     options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(prefetch=3)}
     assert_same(world2, unused_blocks, [(0, 1, 2), (0, 2), (1,), (0, 1, 2)], options)
 
 
-def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
+@same_as_plain(1, 2, 4)
+@pytest.mark.thin(27)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+def test_parameters_that_are_not_used_get_no_gradient(side: Side, packing_limit_bytes: int | None) -> None:
     model = built(Chain, PartlyUsed, PartlyUsed, block)
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     optimizer = adamw(model)
@@ -653,16 +605,11 @@ def unused_parameters(side: Side, packing_limit_bytes: int | None) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(27)
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-def test_f20_parameters_that_are_not_used_get_no_gradient(
-    world: World, packing_limit_bytes: int | None
-) -> None:
-    assert_same(world, unused_parameters, packing_limit_bytes)
-
-
-def output_not_in_the_loss(side: Side, make: Any, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("make", [even_tower, Between])
+def test_a_loss_on_features_trains_what_made_them(side: Side, make: Any, reshard: bool | None) -> None:
     """What comes after the second block runs as well, but nothing it made reaches the loss."""
     model = side.shard_tower(built(make), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -679,13 +626,6 @@ def output_not_in_the_loss(side: Side, make: Any, reshard: bool | None) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("make", [even_tower, Between])
-def test_f20_a_loss_on_features_trains_what_made_them(world2: World, make: Any, reshard: bool | None) -> None:
-    assert_same(world2, output_not_in_the_loss, make, reshard)
-
-
 def unshards_of_frozen_blocks() -> dict[str, int]:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(even_tower))
@@ -699,12 +639,12 @@ def unshards_of_frozen_blocks() -> dict[str, int]:
     return {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
 
 
-def test_f20_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
+def test_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
     for counts in world2.run(unshards_of_frozen_blocks):
         assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
 
 
-# --- F27 ------------------------------------------------------------------------------------------
+# --- backward through backward --------------------------------------------------------------------
 
 
 def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -718,22 +658,18 @@ def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss + 10 * penalty(model, inputs)
 
 
-def penalised_training(side: Side, reshard: bool | None, depth: int) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_gradient_penalty_trains_as_without_sharding(side: Side, reshard: bool | None, depth: int) -> None:
     model = built(Chain, *[block] * depth)
     side.shard_tower(model, reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3), loss_with_penalty)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_a_gradient_penalty_trains_as_without_sharding(
-    world2: World, reshard: bool | None, depth: int
-) -> None:
-    assert_same(world2, penalised_training, reshard, depth)
-
-
-def second_backward_alone(side: Side) -> None:
+@same_as_plain(1, 3)
+def test_a_penalty_may_be_the_whole_loss(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     for step in range(2):
@@ -744,11 +680,6 @@ def second_backward_alone(side: Side) -> None:
         side.note_gradients(model)
         optimizer.step()
         side.assert_settled(model)
-
-
-@pytest.mark.parametrize("world", [1, 3], indirect=True)
-def test_f27_a_penalty_may_be_the_whole_loss(world: World) -> None:
-    assert_same(world, second_backward_alone)
 
 
 def forward_after_penalty(side: Side, keeps: bool) -> None:
@@ -767,7 +698,7 @@ def forward_after_penalty(side: Side, keeps: bool) -> None:
         optimizer.step()
 
 
-def test_f27_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
+def test_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
     assert_same(world2, forward_after_penalty, True)
 
 
@@ -779,7 +710,7 @@ def error_of_forward_after_penalty() -> str:
     return "it works"
 
 
-def test_f27_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
+def test_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
     for outcome in world2.run(error_of_forward_after_penalty):
         assert outcome == "it works" or "create_graph" in outcome or "reshard_after" in outcome, outcome
 
@@ -801,7 +732,10 @@ class ForceField(nn.Module):
         return self.scale[0] * energy + self.scale[1] * force.sum(1, keepdim=True)
 
 
-def forces(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(ForceField), reshard_after_forward=reshard)
     optimizer = adamw(model)
     for step in range(2):
@@ -813,16 +747,13 @@ def forces(side: Side, reshard: bool | None) -> None:
         model.train()
 
 
-@pytest.mark.sample(2)
+# --- freezing and thawing -------------------------------------------------------------------------
+
+
+@same_as_plain(2, 3)
+@pytest.mark.thin(41)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f27_a_forward_may_run_a_backward_of_its_own(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, forces, reshard)
-
-
-# --- F29 ------------------------------------------------------------------------------------------
-
-
-def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
+def test_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     model.blocks[2].requires_grad_(False)  # before the first forward
     optimizer = adamw(model)
@@ -841,14 +772,8 @@ def freeze_and_thaw(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [5, 6])
 
 
-@pytest.mark.thin(41)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f29_freezing_and_thawing_between_steps_is_followed(world: World, reshard: bool | None) -> None:
-    assert_same(world, freeze_and_thaw, reshard)
-
-
-def freeze_between_microbatches(side: Side) -> None:
+@same_as_plain(2)
+def test_freezing_between_microbatches_keeps_what_was_accumulated(side: Side) -> None:
     """A parameter frozen after an unsynchronised backward keeps the gradient it has."""
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
@@ -861,11 +786,8 @@ def freeze_between_microbatches(side: Side) -> None:
     side.assert_settled(model)
 
 
-def test_f29_freezing_between_microbatches_keeps_what_was_accumulated(world2: World) -> None:
-    assert_same(world2, freeze_between_microbatches)
-
-
-def freeze_before_backward(side: Side) -> None:
+@same_as_plain(2)
+def test_freezing_before_backward_is_followed_as_without_sharding(side: Side) -> None:
     """Between forward and backward: the graph is made, and gradients come all the same."""
     model = side.shard_tower(built(even_tower))
     for step in range(2):
@@ -876,11 +798,8 @@ def freeze_before_backward(side: Side) -> None:
         side.assert_settled(model)
 
 
-def test_f29_freezing_before_backward_is_followed_as_without_sharding(world2: World) -> None:
-    assert_same(world2, freeze_before_backward)
-
-
-def freeze_in_backward(side: Side) -> None:
+@same_as_plain(2)
+def test_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Side) -> None:
     """A hook freezes a weight of the block before its own, whose parameters are on their way already."""
     model = side.shard_tower(built(even_tower))
 
@@ -897,14 +816,18 @@ def freeze_in_backward(side: Side) -> None:
         side.note_gradients(model)
 
 
-def test_f29_freezing_ahead_in_backward_is_followed_as_without_sharding(world2: World) -> None:
-    assert_same(world2, freeze_in_backward)
+# --- parameters that some microbatches use --------------------------------------------------------
 
 
-# --- F37 ------------------------------------------------------------------------------------------
-
-
-def used_in_some_microbatches(side: Side, pattern: list[bool], packing_limit_bytes: int | None) -> None:
+@same_as_plain(2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
+@pytest.mark.parametrize(
+    "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
+)
+def test_a_parameter_used_in_some_microbatches_gets_their_gradient(
+    side: Side, pattern: list[bool], packing_limit_bytes: int | None
+) -> None:
     model = built(Chain, PartlyUsed, block, PartlyUsed)
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     optimizer = adamw(model)
@@ -919,18 +842,8 @@ def used_in_some_microbatches(side: Side, pattern: list[bool], packing_limit_byt
         side.assert_settled(model)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-@pytest.mark.parametrize(
-    "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
-)
-def test_f37_a_parameter_used_in_some_microbatches_gets_their_gradient(
-    world2: World, pattern: list[bool], packing_limit_bytes: int | None
-) -> None:
-    assert_same(world2, used_in_some_microbatches, pattern, packing_limit_bytes)
-
-
-def block_used_in_first_microbatch_only(side: Side) -> None:
+@same_as_plain(2)
+def test_a_block_missing_in_the_last_microbatch_keeps_its_gradient(side: Side) -> None:
     model = side.shard_tower(built(Branching))
     for microbatch, used in enumerate([(0, 1, 2), (0, 2)]):
         model.used = used
@@ -940,14 +853,12 @@ def block_used_in_first_microbatch_only(side: Side) -> None:
     side.assert_settled(model)
 
 
-def test_f37_a_block_missing_in_the_last_microbatch_keeps_its_gradient(world2: World) -> None:
-    assert_same(world2, block_used_in_first_microbatch_only)
-
-
 # --- other ways to ask for gradients --------------------------------------------------------------
 
 
-def backward_twice(side: Side, reshard: bool | None) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     loss = mean_of_squares(model, side.inputs(0))
@@ -960,12 +871,9 @@ def backward_twice(side: Side, reshard: bool | None) -> None:
     side.steps(model, optimizer, [1])
 
 
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_a_retained_graph_gives_its_gradient_twice(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, backward_twice, reshard)
-
-
-def gradients_of_inputs(side: Side, reshard: bool | None) -> None:
+def test_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     inputs = side.inputs(0).requires_grad_()
     loss = mean_of_squares(model, inputs)
@@ -979,12 +887,8 @@ def gradients_of_inputs(side: Side, reshard: bool | None) -> None:
     side.assert_settled(model)
 
 
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_gradients_of_inputs_leave_the_parameters_alone(world2: World, reshard: bool | None) -> None:
-    assert_same(world2, gradients_of_inputs, reshard)
-
-
-def two_backwards_of_two_outputs(side: Side) -> None:
+@same_as_plain(2)
+def test_separate_backwards_through_one_forward_add_up(side: Side) -> None:
     """Separate backwards through one forward, as multi-task balancing does."""
     model = side.shard_tower(built(even_tower))
     inputs = side.inputs(0)
@@ -998,34 +902,23 @@ def two_backwards_of_two_outputs(side: Side) -> None:
     side.assert_settled(model)
 
 
-def test_f01_separate_backwards_through_one_forward_add_up(world2: World) -> None:
-    assert_same(world2, two_backwards_of_two_outputs)
-
-
-def modules_used_several_times(side: Side, options: Any) -> None:
-    model = side.shard_tower(built(Twice), **options)
+@same_as_plain(2, 4)
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_modules_used_several_times_in_a_forward_add_up(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(Twice), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3))
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("world", [2, 4], indirect=True)
+@same_as_plain(2)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_f01_modules_used_several_times_in_a_forward_add_up(world: World, reshard: bool | None) -> None:
-    assert_same(world, modules_used_several_times, {"reshard_after_forward": reshard})
-
-
-def recursive_training(side: Side, guesses: bool, reshard: bool | None) -> None:
+@pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
+def test_a_model_that_calls_itself_trains(side: Side, guesses: bool, reshard: bool | None) -> None:
     model = side.shard_tower(built(Recursive, guesses), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3))
     with torch.no_grad():
         side.note_rows("evaluation", model(side.inputs(9)))
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
-def test_f01_a_model_that_calls_itself_trains(world2: World, guesses: bool, reshard: bool | None) -> None:
-    assert_same(world2, recursive_training, guesses, reshard)
 
 
 def penalty_on_the_weights(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -1037,7 +930,8 @@ def penalty_on_the_weights(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss
 
 
-def weights_in_the_loss(side: Side) -> None:
+@same_as_plain(2, 3)
+def test_a_penalty_on_the_weights_adds_to_their_gradients(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     for step in range(2):
@@ -1049,12 +943,8 @@ def weights_in_the_loss(side: Side) -> None:
         side.assert_settled(model)
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-def test_f01_a_penalty_on_the_weights_adds_to_their_gradients(world: World) -> None:
-    assert_same(world, weights_in_the_loss)
-
-
-def activations_saved_elsewhere(side: Side) -> None:
+@same_as_plain(2)
+def test_saved_tensor_hooks_change_no_gradient(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
 
     def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -1062,10 +952,6 @@ def activations_saved_elsewhere(side: Side) -> None:
             return preference_loss(model, inputs)
 
     side.steps(model, adamw(model), range(2), loss_of)
-
-
-def test_f01_saved_tensor_hooks_change_no_gradient(world2: World) -> None:
-    assert_same(world2, activations_saved_elsewhere)
 
 
 class Invertible(torch.autograd.Function):
@@ -1092,14 +978,11 @@ class Reversible(Chain):
         return Invertible.apply(x, block)  # type: ignore[no-any-return]
 
 
-def reversible_training(side: Side) -> None:
+@same_as_plain(2)
+def test_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(side: Side) -> None:
     model = built(Reversible, block, block)
     side.shard_tower(model)
     side.steps(model, adamw(model), range(3))
-
-
-def test_f01_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(world2: World) -> None:
-    assert_same(world2, reversible_training)
 
 
 class Equilibrium(nn.Module):
@@ -1133,10 +1016,7 @@ class Equilibrium(nn.Module):
         return self.outlet(z)
 
 
-def equilibrium_training(side: Side) -> None:
+@same_as_plain(2)
+def test_hooks_that_run_inner_backwards_lose_no_gradient(side: Side) -> None:
     model = side.shard_tower(built(Equilibrium))
     side.steps(model, adamw(model), range(2))
-
-
-def test_f01_hooks_that_run_inner_backwards_lose_no_gradient(world2: World) -> None:
-    assert_same(world2, equilibrium_training)
