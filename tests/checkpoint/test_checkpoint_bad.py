@@ -155,17 +155,17 @@ def test_a_checkpoint_of_another_model_is_told_by_its_names(world2: World, run: 
         assert message(world2.run(refused, replace(run, build=build), with_optimizer=False)) == text
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2 is a checkpoint of another model; missing in the checkpoint: blocks.2.gain, blocks.2.up.weight, blocks.2.up.bias, blocks.2.down.weight, blocks.2.down.bias, blocks.3.gain, blocks.3.up.weight, blocks.3.up.bias and 2 more (10 in all). Nothing was loaded. strict=False loads the rest and reports these.""",
+        """ValueError: RUN/step-2: missing in the source: blocks.2.gain, blocks.2.up.weight, blocks.2.up.bias, blocks.2.down.weight, blocks.2.down.bias, blocks.3.gain, blocks.3.up.weight, blocks.3.up.bias and 2 more (pass strict=False to keep what the model has).""",
     )
     text = message(world2.run(refused, replace(run, build=Renamed)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2 is a checkpoint of another model; missing in the checkpoint: entry.weight, entry.bias (2 in all); unknown to the model: inlet.weight, inlet.bias (2 in all). Nothing was loaded. strict=False loads the rest and reports these.""",
+        """ValueError: RUN/step-2: unexpected in the source: inlet.weight, inlet.bias (pass strict=False to pass over them); missing in the source: entry.weight, entry.bias (pass strict=False to keep what the model has).""",
     )
     text = message(world2.run(refused, replace(run, build=Wider)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2 is a checkpoint of another model; shapes differ: blocks.0.up.weight is (7, 6) there and (9, 6) here, blocks.0.up.bias is (7,) there and (9,) here, blocks.0.down.weight is (6, 7) there and (6, 9) here, blocks.1.up.weight is (7, 6) there and (9, 6) here, blocks.1.up.bias is (7,) there and (9,) here, blocks.1.down.weight is (6, 7) there and (6, 9) here. Nothing was loaded.""",
+        """ValueError: RUN/step-2: blocks.0.up.weight has shape (7, 6) there and (9, 6) here; blocks.0.up.bias has shape (7,) there and (9,) here; blocks.0.down.weight has shape (6, 7) there and (6, 9) here; blocks.1.up.weight has shape (7, 6) there and (9, 6) here; blocks.1.up.bias has shape (7,) there and (9,) here; blocks.1.down.weight has shape (6, 7) there and (6, 9) here.""",
     )
     assert message(world2.run(refused, replace(run, build=Wider), strict=False)) == text
 
@@ -208,7 +208,7 @@ def converted(run: Run, convert_dtype: bool) -> Any:
 def test_another_dtype_is_refused_unless_it_is_meant(world2: World, run: Run) -> None:
     assert_expected_inline(
         message(world2.run(converted, run, False)),
-        """ValueError: RUN/step-2: dtypes differ: offset is float64 there and float32 here, inlet.weight is float64 there and float32 here, inlet.bias is float64 there and float32 here, blocks.0.gain is float64 there and float32 here, blocks.0.up.weight is float64 there and float32 here, blocks.0.up.bias is float64 there and float32 here, blocks.0.down.weight is float64 there and float32 here, blocks.0.down.bias is float64 there and float32 here and 7 more. Loading would round or widen without a word; pass convert_dtype=True if that is meant, or make the model in the dtype of the checkpoint.""",
+        """ValueError: RUN/step-2: dtypes differ: inlet.weight is of torch.float64 there and of torch.float32 here, inlet.bias is of torch.float64 there and of torch.float32 here, blocks.0.up.weight is of torch.float64 there and of torch.float32 here, blocks.0.up.bias is of torch.float64 there and of torch.float32 here, blocks.0.down.weight is of torch.float64 there and of torch.float32 here, blocks.0.down.bias is of torch.float64 there and of torch.float32 here, blocks.1.up.weight is of torch.float64 there and of torch.float32 here, blocks.1.up.bias is of torch.float64 there and of torch.float32 here and 7 more (pass convert_dtype=True to convert floating-point values).""",
     )
     plain, reference = run.start(1)
     run.train(plain, reference, 0)
@@ -477,9 +477,9 @@ def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> N
     assert_expected_inline(
         "\n".join(first),
         """\
-ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here, ema.averages.bias has shape (2,) there and (3,) here. Nothing was loaded.
-ValueError: PATH: states do not fit: ema.averages.0.weight is missing in the checkpoint, ema.averages.0.bias is missing in the checkpoint, ema.averages.weight, of shape (2, 4), is in the checkpoint only, ema.averages.bias, of shape (2,), is in the checkpoint only. Nothing was loaded.
-ValueError: PATH: states do not fit: ema.averages.weight is of torch.float32 there and torch.float64 here (see convert_dtype), ema.averages.bias is of torch.float32 there and torch.float64 here (see convert_dtype). Nothing was loaded.
+ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here; ema.averages.bias has shape (2,) there and (3,) here.
+ValueError: PATH: states do not fit: unexpected in the source: ema.averages.weight, ema.averages.bias; missing in the source: ema.averages.0.weight, ema.averages.0.bias.
+ValueError: PATH: states do not fit: dtypes differ: ema.averages.weight is of torch.float32 there and of torch.float64 here, ema.averages.bias is of torch.float32 there and of torch.float64 here (pass convert_dtype=True to convert floating-point values).
 ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
 TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
 TypeError: states is to be a dict with names as keys, not [1]""",

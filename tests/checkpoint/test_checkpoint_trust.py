@@ -180,6 +180,21 @@ def test_links_that_somebody_put_into_the_folder_are_followed(tmp_path: Path) ->
     assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.parametrize("what", ["offset", "length", "sizes", "relative_path"])
+def test_f49_an_index_of_other_types_is_refused(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "x"
+    saved(path)
+
+    def edit(index: Metadata) -> None:
+        if what == "sizes":
+            index.state_dict_metadata["model.weight"].chunks[0].sizes = ["4", None]
+        else:
+            setattr(next(iter(index.storage_data.values())), what, ("1",))
+
+    rewritten(path, edit)
+    assert re.search("ValueError: RUN/x(/.metadata)? (is damaged|names files outside)", refused(path))
+
+
 class Stateful(nn.Linear):
     """Has a state of a class that torch does not know."""
 

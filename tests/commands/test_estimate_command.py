@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,14 +53,14 @@ def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({1: "nowhere:build"}, "'nowhere:build' cannot be imported from"),
+        ({1: "nowhere:build"}, "importing 'nowhere' from"),
         ({1: "jobs/train.py:build"}, "names a file. Pass the name of its module: jobs.train:build."),
         ({1: "test_estimate_command"}, "names no function. Pass MODULE:FUNCTION"),
         ({1: "test_estimate_command:no"}, "has no function 'no'"),
         ({1: "test_estimate_command:build_list"}, "() returned a list; return a model (an nn.Module)"),
         ({1: "test_estimate_command:pytest"}, "() raised TypeError: 'module' object is not callable"),
         ({3: "0"}, "world is '0'"),
-        ({7: "4x3:fp32"}, "the Tower does not take the batch of float32 (4, 3)"),
+        ({7: "4x3:fp32"}, "forward of the Tower failed on tensors like the batch, float32 (4, 3)"),
     ],
 )
 def test_what_cannot_work_is_told_in_a_line(
@@ -135,5 +136,5 @@ def test_a_module_that_trains_when_imported_is_told_how_not_to(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["estimate", "trains_at_once:build", *WORDS[2:]]) == 2
     told = capsys.readouterr().err
-    assert "importing 'trains_at_once' raised ValueError" in told
+    assert re.search("importing 'trains_at_once' from .* raised ValueError", told)
     assert "if __name__ == '__main__':" in told

@@ -488,24 +488,22 @@ def test_what_a_graph_cannot_do_is_refused(world2: World, compiled_before: bool)
     assert_expected_inline(
         "\n\n".join(told),
         """\
-Unsupported: Tower: gradients are to stay unreduced (no_sync), but a graph reduces those of its
-backward. Leave synchronisation on: reduced gradients add up to the same. Or compile the sharded
-modules one by one (module.compile()), not the one around them: their hooks are then outside of
-their graphs, and do all that they do in eager runs.
+Unsupported: Tower: gradients are to stay unreduced (no_sync). The graph of a whole model does not
+do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.
 
-Unsupported: Tower: gradients of earlier backwards wait to be reduced together with these, which a
-graph does not know of. Run the last of these steps uncompiled. Or compile the sharded modules one
-by one (module.compile()), not the one around them: their hooks are then outside of their graphs,
-and do all that they do in eager runs.
-
-Unsupported: Tower: inference() keeps parameters unsharded, but a graph unshards by itself. Leave
-the context. Or compile the sharded modules one by one (module.compile()), not the one around them:
-their hooks are then outside of their graphs, and do all that they do in eager runs.
-
-Unsupported: Tower: ranks were said to differ in what they use, but a graph communicates in what it
-uses only. Let all ranks use all modules. Or compile the sharded modules one by one
+Unsupported: Tower: gradients of earlier backwards wait to be reduced together with these. The graph
+of a whole model does not do that. Leave it out, or compile the sharded modules one by one
 (module.compile()), not the one around them: their hooks are then outside of their graphs, and do
-all that they do in eager runs.""",
+all that they do in eager runs.
+
+Unsupported: Tower: parameters stay unsharded inside inference(). The graph of a whole model does
+not do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.
+
+Unsupported: Tower: ranks were said to differ in what they use. The graph of a whole model does not
+do that. Leave it out, or compile the sharded modules one by one (module.compile()), not the one
+around them: their hooks are then outside of their graphs, and do all that they do in eager runs.""",
     )
 
 

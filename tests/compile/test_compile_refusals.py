@@ -185,16 +185,17 @@ def batch_for(model: nn.Module) -> Tensor:
 
 
 def refusal(build: Callable[[], nn.Module]) -> str:
-    """What is said under `fullgraph=True`, without its last sentence if that is the common one."""
+    """What is said under `fullgraph=True`, without its last sentences if those are the common ones."""
     model = build()
     try:
         backward(compiled(model, "function"), batch_for(model))
     except torch._dynamo.exc.Unsupported as error:
         said = next(line for line in str(error).split("\n") if "Message: " in line).partition("Message: ")[2]
         return said.replace(
-            " Or compile the sharded modules one by one (module.compile()), not the one around them: their hooks "
-            "are then outside of their graphs, and do all that they do in eager runs.",
-            " Or ...",
+            " The graph of a whole model does not do that. Leave it out, or compile the sharded modules one by one "
+            "(module.compile()), not the one around them: their hooks are then outside of their graphs, and do all "
+            "that they do in eager runs.",
+            "",
         )
     return "accepted"
 
@@ -216,50 +217,41 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
         """\
 with_custom_all_gather: blocks.1: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
 with_custom_reduction: blocks.1: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
 with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
-set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator), but graphs
-have those of the back end. Leave them away. Or ...
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
 with_quantized_all_gather: Tower: it was given collectives or memory of its own
 (set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator), but graphs have those of the back end. Leave them away. Or ...
+allocator).
 
-with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called, but
-a graph reduces without asking. Do without it. Or ...
+with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
 
-with_extension: blocks.0: its parameters say themselves what is all-gathered of them, outside of
-graphs. Use plain ones. Or ...
+with_extension: blocks.0: its parameters say themselves what is all-gathered of them.
 
-with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is inside
-of the graph. Register them after fully_shard, for the reduced one. Or ...
+with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
 
-with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient, which is
-inside of the graph. Register them after fully_shard, for the reduced one. Or ...
+with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
 
-with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16, but
-autograd puts those of a graph in the dtype of the parameter. Leave out keep_low_precision_grads. Or
-...
+with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
+(keep_low_precision_grads).
 
-with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, but an unsharded
-parameter is a plain tensor in a graph. Use nn.Parameter. Or ...
+with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
 
-on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, whose gradient DTensor would sum
-over data-parallel ranks in a graph, before it is summed over them. Distribute it over the other
-dimensions, and pass fully_shard those to shard over. Or ...
+on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
+summed twice.
 
 with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
-(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave
-accumulate_dtype out. Or ...
+(accumulate_dtype).
 
-with_an_event_of_the_optimizer: Tower: set_post_optim_event() was called, but a graph unshards
-without waiting for it. Let the computing stream wait for the event instead:
-torch.accelerator.current_stream().wait_event(event). Or ...""",
+with_an_event_of_the_optimizer: Tower: all-gathers wait for the event of set_post_optim_event().""",
     )
 
 
@@ -267,9 +259,7 @@ torch.accelerator.current_stream().wait_event(event). Or ...""",
 def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
     assert_expected_inline(
         told(world4, [kept_by_pairs]),
-        """\
-kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters together among so many ranks until
-backward, but a graph unshards them again from all. Use True or False. Or ...""",
+        """kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
     )
 
 
@@ -278,8 +268,8 @@ def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(worl
     assert_expected_inline(
         told(world2, NEVER_DONE),
         """\
-partly_loaded: Tower: the model is partly loaded, for a load failed half-way (the disk was full).
-Load a complete checkpoint before the next forward.
+partly_loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
+full). Load a complete checkpoint before the next forward.
 
 openly_tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
 sharded module contains both, to own the parameter. Call fully_shard on the module around both,

@@ -89,7 +89,7 @@ REFUSED = {
         f"{direction} prefetch of {other!r}": sharded(
             prefetching(direction, lambda _, other=other: other),
             f"TypeError: set_modules_to_{direction}_prefetch: ",
-            *(type(other).__name__, "pass a list of sharded modules"),
+            *("None" if other is None else type(other).__name__, "pass a list of sharded modules"),
         )
         for direction in ("forward", "backward")
         for other in (None, "blocks.1", 3, {"blocks.1": None})

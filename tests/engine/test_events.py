@@ -275,3 +275,33 @@ def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None
             "reduce blocks.0",
             "reduce Tower",
         ]
+
+
+def reductions_with_unused_parameters(count: int) -> list[str]:
+    """What the backward of the last of so many steps enters and reduces."""
+    model = built(Tower, seed=0)
+    for block in model.blocks:
+        block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    shard_tower(model)
+    for index in range(count - 1):
+        backward(model, index)
+    events = events_of(model)
+    backward(model, count)
+    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+
+
+def test_a_group_with_unused_parameters_is_reduced_once_it_is_over(world2: World) -> None:
+    """In every step: before backward enters the next group, and not at the end of it."""
+    for count in (1, 3):
+        assert_expected_inline(
+            the_same_on_all_ranks(world2.run(reductions_with_unused_parameters, count)),
+            """\
+backward Tower
+backward blocks.2
+reduce blocks.2
+backward blocks.1
+reduce blocks.1
+backward blocks.0
+reduce Tower
+reduce blocks.0""",
+        )

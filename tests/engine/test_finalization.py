@@ -193,6 +193,15 @@ def forward_before_waiting(model: Any) -> None:
         handle.wait()
 
 
+def backward_before_waiting(model: Any) -> None:
+    loss = model(random_batch(0, 4)).sum()
+    handle = unwaited(model)
+    try:
+        loss.backward()
+    finally:
+        handle.wait()
+
+
 def twice_before_waiting(model: Any) -> None:
     handle = unwaited(model)
     try:
@@ -219,7 +228,7 @@ def no_bool(model: Any) -> None:
 
 MISUSES = [
     *(on_a_block, set_on_a_block, without_the_mode, mode_left_before_the_end, forward_before_waiting),
-    *(twice_before_waiting, inside_a_backward, waiting_after_a_reset, no_bool),
+    *(backward_before_waiting, twice_before_waiting, inside_a_backward, waiting_after_a_reset, no_bool),
 ]
 
 
@@ -252,6 +261,7 @@ set_on_a_block: set_manual_backward_finalization: blocks.0 is not the root, but 
 without_the_mode: finalize_backward: Tower ends its backwards by itself, and their gradients are complete. Call set_manual_backward_finalization(True) before forward, or leave this call out.
 mode_left_before_the_end: set_manual_backward_finalization: Tower has run a backward that was not finalized. Call finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends a backward.
 forward_before_waiting: Tower: a forward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
+backward_before_waiting: Tower: a backward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
 twice_before_waiting: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
 inside_a_backward: finalize_backward: Tower is part of a model whose backward is running, and that needs its parameters and gradients as they are. Call it afterwards.
 waiting_after_a_reset: GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and has dropped the gradients that this handle stands for. Run the iteration again.
@@ -277,6 +287,19 @@ def test_before_the_first_forward_there_is_nothing_to_end(side: Side) -> None:
 def test_a_copy_is_ended_by_hand_as_well(side: Side) -> None:
     """A copy of the model ends its backwards as the model does."""
     model = copy.deepcopy(tower(side))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    side.sync(model, True)
+    finalize(side, model, async_op=False)
+    side.note_gradients(model)
+
+
+@same_as_plain(2)
+def test_a_module_around_is_ended_by_hand_as_well(side: Side) -> None:
+    """A model that ends its backwards by hand, and becomes part of another one."""
+    model = nn.Sequential(tower(side))
+    if side.is_sharded:
+        fully_shard(model)
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
     side.sync(model, True)

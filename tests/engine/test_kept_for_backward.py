@@ -218,6 +218,21 @@ def test_an_edit_between_forward_and_backward_is_refused_by_name(
     world2.run(edit_between_forward_and_backward, sharding_around)
 
 
+def edit_of_what_an_earlier_forward_has_kept() -> None:
+    model = path()
+    step(model, *IN_ORDER)
+    loss = model(random_batch(0, 4)).pow(2).mean()
+    with torch.no_grad():
+        model(random_batch(1, 4), (0,))  # without the block that was kept
+        model.blocks[2].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place between"):
+        loss.backward()
+
+
+def test_it_is_refused_as_well_where_another_forward_has_left_it_out(world2: World) -> None:
+    world2.run(edit_of_what_an_earlier_forward_has_kept)
+
+
 def seen_behind_the_last_block() -> list[bool]:
     """Whether the root's code sees the shard of that block, in each of three steps."""
     model = path()

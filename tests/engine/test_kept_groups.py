@@ -13,13 +13,17 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from models import built, even_tower, random_batch
-from reference import mean_of_squares
+from reference import full, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import shardwise
+from shardwise import fully_shard
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.optim import FlatOptimizer
+from shardwise.policies import ShardPlacementResult
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero")
 
@@ -242,6 +246,29 @@ def test_all_ranks_may_change_weights_between_two_forwards(
     side.note_gradients(model)
 
 
+def outputs_after_a_change_on_one_mesh() -> tuple[Tensor, Tensor]:
+    """Of a group on two meshes, of which nobody is told that the bias was changed; and of plain torch."""
+    torch.manual_seed(0)
+    mesh, other = (init_device_mesh("cpu", (2,)) for _ in range(2))
+
+    def place(param: Tensor) -> Any:
+        return ShardPlacementResult(Shard(0), other) if param.dim() == 1 else None
+
+    model: Any = fully_shard(
+        nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False, shard_placement_fn=place
+    )
+    inputs = torch.ones(1, 4)
+    model(inputs)
+    model.bias.data.add_(1)
+    assert len(sharded_module_states(model)[0].group.buckets) == 2
+    return model(inputs).detach(), nn.functional.linear(inputs, full(model.weight), full(model.bias))
+
+
+def test_a_change_on_one_of_the_meshes_of_a_group_counts(world2: World) -> None:
+    for actual, expected in world2.run(outputs_after_a_change_on_one_mesh):
+        torch.testing.assert_close(actual, expected)
+
+
 # --- what is refused ------------------------------------------------------------------------------------
 
 
@@ -284,17 +311,17 @@ def test_a_change_between_unsynchronised_microbatches_is_refused(
 
 
 def forward_after_equal_contents() -> list[str]:
-    """What is gathered after weights were written again, between microbatches, with the values that they had."""
+    """What is unsharded after weights were written again, between microbatches, with the values that they had."""
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
     model(inputs).sum().backward()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     (root,) = {module_state.root for module_state in sharded_module_states(model)}
-    gathered: list[str] = []
-    root.observe(lambda event, name: gathered.append(name) if event == "gather" else None)
+    unsharded: list[str] = []
+    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
     model(inputs).sum().backward()
-    return gathered
+    return unsharded
 
 
 def test_weights_that_are_written_with_equal_contents_are_kept(world2: World) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from events import events_of
+from events import counts, events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import built
@@ -99,6 +99,12 @@ def test_only_a_layer_behind_a_gap_is_unsharded_late(world2: World, order: str, 
     starts = [events.index(f"forward {name}") for name in order]
     rows = zip(order, [0, *starts], starts, strict=False)
     assert sum(f"unshard {name}" in events[before:start] for name, before, start in rows) == late
+
+
+def test_behind_a_step_back_nothing_is_unsharded_ahead(world2: World) -> None:
+    """Nor a second time, where it would be for nobody; the layer in front is, as it was thought to be left out."""
+    events = world2.run(events_of_a_forward, "102345", 1)[0]
+    assert counts(events, "unshard") == {"0": 2, "1": 1, "2": 1, "3": 1, "4": 1, "5": 1}
 
 
 def most_unsharded(order: str, prefetch: int) -> int:

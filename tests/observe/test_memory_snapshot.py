@@ -617,10 +617,11 @@ def test_what_has_no_values_takes_no_memory(world2: World) -> None:
 
 
 def test_totals_are_sums_and_nothing_can_be_changed() -> None:
-    group = GroupSnapshot("a", ("a",), "sharded", None, "empty", 1, 2, 4, 8, 16)
-    snapshot = MemorySnapshot((group, replace(group, reduced_gradient_bytes=0)))
+    names = [field.name for field in fields(GroupSnapshot) if field.name.endswith("_bytes")]
+    sizes = dict(zip(names, (1, 2, 4, 8, 16), strict=True))
+    group = GroupSnapshot("a", ("a",), "sharded", None, "empty", **sizes)
+    snapshot = MemorySnapshot.of((group, replace(group, reduced_gradient_bytes=0)))
     assert group.total_bytes == 31
-    names = [field.name for field in fields(group) if field.name.endswith("_bytes")]
     assert [getattr(snapshot, name) for name in names] == [2, 4, 8, 16, 16]
     assert snapshot.total_bytes == 46
     with pytest.raises(FrozenInstanceError):

@@ -195,9 +195,9 @@ def test_misuse_is_refused(world2: World) -> None:
 ValueError: EMA: decay is 1.5; pass a number from 0 to 1, or a function that gives one.
 ValueError: EMA: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: EMA: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, or of another shape. Make the EMA of a model with the same trainable parameters.
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
 ValueError: EMA.load_state_dict: averages, num_updates missing. Pass what state_dict() of an EMA returned.
-ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias are whole tensors where the average is a DTensor, or the other way round. Save and load the EMA as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
 RuntimeError: EMA: update() inside swap(), where the model has the averages for weights.
 RuntimeError: EMA: state_dict() inside swap(), where the model has the averages for weights.
 RuntimeError: EMA: another swap() inside swap(), where the model has the averages for weights.

@@ -269,9 +269,9 @@ def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
         "\n".join(told),
         """\
 ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
-ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias (2 in all). Nothing was loaded.
-ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias (2 in all). Nothing was loaded.
-RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state' and 'param_groups'.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias. Nothing was loaded.
+ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias. Nothing was loaded.
+RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 TypeError: rekey_optimizer_state_dict: optimizer is 'sgd', a str; pass a torch.optim.Optimizer.""",
     )
 
@@ -501,13 +501,13 @@ RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimiz
 ValueError: load_full_optimizer_state_dict: inlet.weight and inlet.bias share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
 ValueError: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and here (7, 7), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
 ValueError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
-RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state' and 'param_groups'.
-RuntimeError: rank 0: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state' and 'param_groups'.
-RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
-RuntimeError: rank 0: load_full_optimizer_state_dict: 'state' of 0 is a NoneType, where a dict is expected.
-RuntimeError: rank 0: load_full_optimizer_state_dict: 'state' is a int, where a dict by parameter is expected.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
-RuntimeError: rank 0: load_full_optimizer_state_dict: 'param_groups' is to be a list of dicts with 'params' in each.
+RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.""",
@@ -543,7 +543,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(w
         "\n".join(first),
         """\
 ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
-RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state' and 'param_groups'.
+RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 TypeError: rank 1: load_full_optimizer_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optimizer.

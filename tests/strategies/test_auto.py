@@ -357,10 +357,9 @@ number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 *
 TypeError: shard_model: memory is True, a bool; pass a number of bytes
 or a text such as "80GB".
 
-ValueError: shard_model: the Tower does not take the sample of float64
-(2, 5). Its forward, run on tensors without contents, raised
-RuntimeError: a and b must have same reduction dim, but got [2, 5] X
-[8, 8].
+ValueError: shard_model: forward of the Tower failed on tensors like
+the sample, float64 (2, 5): RuntimeError: a and b must have same
+reduction dim, but got [2, 5] X [8, 8].
 
 ValueError: shard_model: there is no optimizer 'adamv'. Pass one of
 adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, muon.

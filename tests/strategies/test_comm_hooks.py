@@ -1183,10 +1183,12 @@ def register_on_what_is_not_sharded(model: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), None, "model"], ids=str)
-def test_a_hook_needs_a_sharded_model(world1: World, model: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "told"), [(nn.Linear(2, 2), "this Linear"), (None, "model is None"), ("model", "a str")]
+)
+def test_a_hook_needs_a_sharded_model(world1: World, model: Any, told: str) -> None:
     (text,) = world1.run(register_on_what_is_not_sharded, model)
-    assert_says(text, "register_comm_hook: ", type(model).__name__)
+    assert_says(text, "register_comm_hook: ", told)
 
 
 @pytest.mark.parametrize(

@@ -338,10 +338,10 @@ def test_nothing_changes_while_parameters_are_unsharded(world2: World) -> None:
 
 
 def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="this Tower is not sharded") as error:
+    with pytest.raises(ValueError, match="no sharded module in this Tower") as error:
         explain(Tower())
     assert_says_what_to_do(str(error.value))
-    for wrong, shown in ((Block, "the class Block"), ([Tower()], "a list"), (None, "a NoneType")):
+    for wrong, shown in ((Block, "the class Block"), ([Tower()], "a list"), (None, "model is None")):
         with pytest.raises(TypeError) as error:
             explain(wrong)  # type: ignore[arg-type]
         assert_says(str(error.value), "explain", shown)

@@ -1223,7 +1223,7 @@ class TiedEnds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
-        self.middle = nn.Linear(4, 4)
+        self.middle = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
 

@@ -371,6 +371,26 @@ def test_one_rank_may_trace_one_block_alone(world2: World) -> None:
     assert second == 0
 
 
+def of_models_beside_each_other() -> tuple[list[tuple[str, int]], list[str]]:
+    """Two models of one class, each with a root of its own, in a module that is not sharded."""
+    both = nn.ModuleList([build(), build()])
+    with shardwise.trace(both) as trace:
+        for model in both:
+            backward(model)
+    works = [(work.name, work.unshards) for work in trace.groups]
+    return works, [
+        span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")
+    ]
+
+
+def test_models_beside_each_other_are_told_apart(world2: World) -> None:
+    for works, roots in world2.run(of_models_beside_each_other):
+        names = ["Model", *BLOCKS]
+        assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
+        assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
+        assert roots == ["Model", "Model'"]
+
+
 def on_streams() -> tuple[Recording, list[str]]:
     mesh = init_device_mesh("cpu", (2,))  # by default that of the accelerator, which there seems to be
     with streams_on_the_host() as device:

@@ -158,11 +158,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: "OpenFolder", metadata: bytes) -> "Digests | None":
-        """Read it, and verify `metadata`, the content of the index; None: there is none.
-
-        Raises:
-            ValueError: it is damaged, or `metadata` is.
-        """
+        """Read it, and verify `metadata`, the content of the index; None: there is none."""
         if folder.size(DIGESTS) is None:
             return None
         with folder.open(DIGESTS) as file:
@@ -206,11 +202,6 @@ def damaged(
     """What of the records is not what was written, by file and key.
 
     Where there are no digests, as torch writes none, by the sums that are in the records themselves.
-
-    Args:
-        folder: where the files are.
-        digests: of the checkpoint.
-        records: by file, what is to be read of it.
     """
     found: list[str] = []
     for name, wanted in records.items():

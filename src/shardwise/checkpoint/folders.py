@@ -118,11 +118,7 @@ def found(path: Path) -> Path | None:
 
 
 def refuse_forbidden(path: Path) -> None:
-    """Tell what may not be looked at, or read, from what is not there or damaged.
-
-    Raises:
-        PermissionError: in words.
-    """
+    """Tell what may not be looked at, or read, from what is not there or damaged."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except PermissionError as error:
@@ -186,11 +182,7 @@ class OpenFolder:
 
     @contextmanager
     def open(self, name: str, buffering: int = -1) -> Iterator[Any]:
-        """A file of it, for reading.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """A file of it, for reading."""
         kept = self._kept.get(name)
         handle = self._handle(name) if kept is None else kept
         try:
@@ -244,11 +236,7 @@ def missing_parents(path: Path) -> list[Path]:
 
 
 def prepare(save: Save) -> None:
-    """An empty folder to write into, before it is moved to `path`.
-
-    Raises:
-        FileExistsError: at `path` is something else than a checkpoint, which is not ours to replace.
-    """
+    """An empty folder to write into, before it is moved to `path`."""
     _refuse_others(save.path)
     save.partial.mkdir(parents=True)
 
@@ -351,17 +339,15 @@ def numbered(name: str) -> tuple[str, list[Decimal]] | None:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
-    Newest is the highest number in a name: step-100 after step-90, whatever the dates of files. Of names with
-    several numbers these count from the left: epoch-2-step-100 after epoch-1-step-900. A number may have
-    decimals: epoch-1.5 after epoch-1.25. With more than one point, as in a date, the parts are numbers each.
-    Names without a number are not considered; if there are no others, a warning says so. What an unfinished
-    save has left behind is skipped. Wait for a save with ``keep`` that is still running: it removes older
-    checkpoints.
+    Newest is the highest number in a name, whatever the dates of files: step-100 after step-90, and of
+    several numbers from the left, epoch-2-step-100 after epoch-1-step-900. A number may have decimals
+    (epoch-1.5 after epoch-1.25); with more than one point, as in a date, the parts are numbers each. Names
+    without a number are not considered; if there are no others, a warning says so. Wait for a save with
+    ``keep`` that is still running: it removes older checkpoints.
 
-    Not collective: each rank looks for itself. On a file system that shows hosts old states, they may find
-    different ones. load_checkpoint refuses different paths, but a host that finds none does not call it, and
-    the others wait. There, ask on one rank and send the answer to the others
-    (``torch.distributed.broadcast_object_list``).
+    Not collective: each rank looks for itself. On a file system that shows hosts old states, ask on one rank
+    and send the answer to the others (``torch.distributed.broadcast_object_list``): a host that finds none
+    would not call load_checkpoint, for which the others wait.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

@@ -1,7 +1,7 @@
 """``load_checkpoint``."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_flags, check_module
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.manifest import (
-    INFO,
-    Manifest,
-    by_first,
-    check_model,
-    is_extra_state,
-)
+from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
 from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.checkpoint.reading import check_records, read, read_objects
 from shardwise.checkpoint.stateful import (
@@ -36,25 +30,18 @@ from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.loading import ShapeAndDtype
+from shardwise.state.loading import LoadTargets, ShapeAndDtype
 from shardwise.state.named_state import (
     OptimizerOrMany,
     Optimizers,
     StatePath,
     as_optimizers,
     kind_of,
-    memory_of,
     parameter_names,
 )
-from shardwise.state.names import entries_of
-from shardwise.state.optimizer_plan import (
-    OptimizerPlan,
-    SavedState,
-    load_into,
-    plan_optimizers,
-    with_memory,
-)
-from shardwise.torch_compat import dtensor, tensor_impl
+from shardwise.state.names import StateEntry, entries_of
+from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
+from shardwise.torch_compat import dtensor
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def load_checkpoint(
             `state_dict()` shows are read into; then `load_state_dict` is called.
         strict: False lets names be missing on either side, and reports them. Objects in `states` that the
             checkpoint does not have stay as they are.
-        convert_dtype: let tensors be converted that the checkpoint has in another dtype.
+        convert_dtype: convert floating-point tensors that the checkpoint has in another dtype.
         verify: compare what is read with the digests that were written with it (with the sums in torch's
             records where torch wrote it, which has no digests). Each rank reads its part twice, the second
             time mostly from the memory of the operating system. False leaves that out.
@@ -170,13 +157,10 @@ def _load(
     verify: bool,
     trust: bool,
 ) -> Loaded:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     _refuse_other_saves(rank_group, manifest)
     rank_group.on_first(manifest.check)
-    names = parameter_names(model)
-    wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
-    all_names = {name for each in rank_group.distinct(list(wanted), list(wanted)) for name in each}
+    entries = rank_group.run_on_all_ranks(lambda: _entries(model))
+    all_names = {name for each in rank_group.distinct(list(entries), list(entries)) for name in each}
     small = _small_keys(manifest, rank_group.rank, stateful)
     values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
@@ -187,11 +171,12 @@ def _load(
             return []
         saved = _saved_state(manifest, values)
         _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
-        return plan_optimizers(saved, optimizers, names, strict)
+        return plan_optimizers(saved, optimizers, parameter_names(model), strict)
 
-    (missing, unexpected), plans, own = rank_group.run_on_all_ranks(
+    targets = LoadTargets(str(manifest.path), entries, strict, convert_dtype, ValueError)
+    _, plans, own = rank_group.run_on_all_ranks(
         lambda: (
-            check_model(manifest, wanted, names.values(), all_names, strict, convert_dtype),
+            _expect(manifest, targets, all_names),
             plan(),
             {name: thing.state_dict() for name, thing in stateful.items()},
         )
@@ -201,16 +186,46 @@ def _load(
     state_plans, left = rank_group.run_on_all_ranks(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
-    reading = Reading(manifest, model, wanted, optimizers, plans, state_plans, values, convert_dtype)
+    reading = Reading(manifest, model, targets, optimizers, plans, state_plans, values)
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
     if any(rank_group.all_gather_objects(is_on_meta(model))):
-        coming = [entry.value for entry in entries_of(model) if entry.name in wanted]
+        coming = [entry.value for entry in entries.values()]
         rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", coming))
         reading.plans = _planned_on_meta(rank_group, model, plan)
-        reading.wanted = rank_group.run_on_all_ranks(lambda: get_model_state_dict(model))
-    _fill(rank_group, reading, is_complete=not missing)
-    missing += tuple(f"{STATES}.{name}" for name in left)
-    return replace(loaded, missing=missing, unexpected=unexpected)
+        targets.entries = rank_group.run_on_all_ranks(lambda: _entries(model))
+    _fill(rank_group, reading)
+    missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
+    return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
+
+
+def _entries(model: nn.Module) -> dict[str, StateEntry]:
+    return {entry.name: entry for entry in entries_of(model)}
+
+
+def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> None:
+    """Check that what the checkpoint has fits the model; `all_names` are those of all ranks' models."""
+    saved = by_first(manifest.under("model"))
+    if not saved:
+        tops = {str(place[0]) for place in manifest.places}
+        raise ValueError(
+            f"{manifest.path} holds no model: its keys are {listed(sorted(tops))}, and not 'model'. It was "
+            "written by another recipe; read it with torch.distributed.checkpoint, and give it to the model "
+            "by hand."
+        )
+    # An empty dict, which a module may save beside tensors, has no key in a checkpoint of torch's.
+    facts = {
+        name: ShapeAndDtype(None)
+        for name, entry in targets.entries.items()
+        if isinstance(entry.value, dict) and not entry.value
+    }
+    for name, places in saved.items():
+        entry = targets.entries.get(name)
+        if entry is None and name not in all_names:
+            facts[name] = ShapeAndDtype(None)
+        elif entry is not None:  # only the module itself knows what its extra state may be
+            is_known = entry.is_tensor and not is_extra_state(name)
+            facts[name] = manifest.facts(places.get(())) if is_known else ShapeAndDtype.of(entry.value)
+    targets.expect(facts, is_all=True)
 
 
 def _planned_on_meta(
@@ -287,15 +302,11 @@ def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
             "model)."
         )
 
-    def facts(key: str) -> ShapeAndDtype:
-        md = manifest.tensor(key)
-        return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
-
     return SavedState(
         str(manifest.path),
         [rebuilt({place: values[key] for place, key in groups[i].items()}) for i in sorted(groups, key=int)],
         {
-            name: {place: (key, facts(key)) for place, key in each.items() if place}
+            name: {place: (key, manifest.facts(key)) for place, key in each.items() if place}
             for name, each in by_first(manifest.under("optimizer", "state")).items()
         },
         is_checkpoint=True,
@@ -328,12 +339,11 @@ class Reading:
 
     manifest: Manifest
     model: nn.Module
-    wanted: dict[str, Any]
+    targets: LoadTargets
     optimizers: Optimizers
     plans: list[OptimizerPlan]
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
-    convert_dtype: bool
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""
@@ -341,7 +351,7 @@ class Reading:
         objects = [key for key, target in targets.items() if target is None]
         self.values = self.values | read_objects(self.manifest, objects, verify, trust)
         check_records(self.manifest, {k: t for k, t in targets.items() if t is not None}, verify)
-        self._refuse_broken_ties()
+        self.targets.refuse_broken_ties(self._read_apart)
 
     def run(self) -> None:
         """Read, and give everything to its owner."""
@@ -351,33 +361,30 @@ class Reading:
             read(self.manifest, tensors, trust=False)
         values = {key: self.values[key] for key in targets.keys() - tensors} | tensors
         with _trying("the model did not take what was read"):
-            self._give_model(values)
+            # Tensors have been read into the model's own; this is for states of other kinds, and for hooks.
+            state = {
+                entry.key: rebuilt({place: values[key] for place, key in self._saved[name].items()})
+                for name, entry in self.targets.entries.items()
+                if name in self._saved
+            }
+            self.model.load_state_dict(state, strict=False)
         for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
             with _trying(f"{type(optimizer).__name__} did not take what was read"):
                 loaded = {
                     number: rebuilt({place: values[key] for place, key in places.items()})
                     for number, places in plan.state.items()
                 }
-                load_into(optimizer, plan.kept | loaded, plan.groups, self.convert_dtype)
+                load_into(optimizer, plan.kept | loaded, plan.groups, self.targets.converts)
         for state_plan in self.state_plans:
             with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
                 state_plan.give(self.values | values)
 
-    def _give_model(self, values: dict[str, Any]) -> None:
-        """Tensors have been read into the model's own; this is for states of other kinds, and for hooks."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        state = {
-            name: rebuilt({place: values[key] for place, key in self._saved[name].items()})
-            for name in self.wanted
-            if name in self._saved
-        }
-        set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
-
     def _targets(self) -> dict[str, Tensor | None]:
         """By key: what is read into; None for what is no tensor."""
         targets = {
-            key: self._target(name, key) for name in self.wanted for key in self._saved.get(name, {}).values()
+            key: self._target(name, key)
+            for name in self.targets.entries
+            for key in self._saved.get(name, {}).values()
         }
         for plan in self.plans:
             targets |= plan.blanks
@@ -385,27 +392,15 @@ class Reading:
             targets |= state_plan.targets
         return targets
 
-    def _refuse_broken_ties(self) -> None:
-        """Refuse different values for names that are tied in the model: one would overwrite the other."""
-        first: dict[Hashable, tuple[str, Tensor]] = {}
-        for name, target in self.wanted.items():
-            key = self._saved.get(name, {}).get(())
-            is_plain = isinstance(target, Tensor) and tensor_impl.is_plain(dtensor.plain(target))
-            if not is_plain or key is None or self.manifest.tensor(key) is None:
-                continue
-            other, own = first.setdefault(memory_of(dtensor.plain(target)), (name, target))
-            if other == name:
-                continue
-            keys = self._saved[other][()], key
-            there, here = (with_memory(each, _host_if_meta(each)) for each in (own, target))
-            with _trying(f"reading {other} and {name} failed"):
-                read(self.manifest, dict(zip(keys, (there, here), strict=True)), trust=False)
-            if not torch.equal(_bits(there), _bits(here)):
-                raise RuntimeError(
-                    f"{self.manifest.path}: {other} and {name} are tied in the model, but differ in the "
-                    "checkpoint. Nothing was loaded. Untie them, or load the checkpoint into a model without "
-                    "the tie and copy the one that you want."
-                )
+    def _read_apart(self, name: str) -> Tensor:
+        """This rank's part of a tensor of the model, in memory of its own."""
+        if not self.targets.goes_by_rows(name):
+            return torch.empty(0)  # of a class of its own: not compared
+        target = self.targets.entries[name].value
+        local = dtensor.plain(target)
+        apart = with_memory(target, torch.device("cpu") if local.is_meta else local.device)
+        read(self.manifest, {self._saved[name][()]: apart}, trust=False)
+        return dtensor.plain(apart)
 
     @cached_property
     def _saved(self) -> dict[str, dict[StatePath, str]]:
@@ -416,16 +411,8 @@ class Reading:
         md = self.manifest.tensor(key)
         if is_extra_state(name) and md is not None:
             return torch.empty(md.size, dtype=md.properties.dtype)
-        return self.wanted[name] if isinstance(self.wanted[name], Tensor) and md is not None else None
-
-
-def _host_if_meta(tensor: Tensor) -> torch.device:
-    local = dtensor.plain(tensor)
-    return torch.device("cpu") if local.is_meta else local.device
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return dtensor.plain(tensor).contiguous().view(-1).view(torch.uint8)
+        value = self.targets.entries[name].value
+        return value.detach() if isinstance(value, Tensor) and md is not None else None
 
 
 @contextmanager
@@ -441,7 +428,7 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
         raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _fill(rank_group: RankGroup, reading: Reading, is_complete: bool) -> None:
+def _fill(rank_group: RankGroup, reading: Reading) -> None:
     """Read into everything. A failure from here on leaves the model partly loaded."""
     try:
         rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
@@ -449,5 +436,5 @@ def _fill(rank_group: RankGroup, reading: Reading, is_complete: bool) -> None:
         why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
         mark_partly_loaded(reading.model, why)
         raise RuntimeError(why) from error
-    if is_complete:  # else what a load before this one has left may still be there
+    if not reading.targets.missing():  # else what a load before this one has left may still be there
         note_complete_load(reading.model)

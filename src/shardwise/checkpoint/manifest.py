@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
-from shardwise.layout.fqns import counted, listed
+from shardwise.layout.fqns import listed
 from shardwise.layout.regions import Region, why_not_covered
+from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.model_files import leaves_folder
 from shardwise.state.named_state import StatePath
 
@@ -42,16 +42,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: folders.OpenFolder, verify: bool = True, trust: bool = False) -> "Manifest":
-        """Read it.
-
-        Args:
-            folder: of the checkpoint; it stays open as long as something is read.
-            verify: read the digests too, where there are any, and compare it with them.
-            trust: unpickle whatever it holds.
-
-        Raises:
-            ValueError: it cannot be read, is damaged, or names files outside of the folder.
-        """
+        """Read it; with `verify` its digests too, where there are any; with `trust` whatever it holds."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         path = folder.path
@@ -92,12 +83,13 @@ class Manifest:
         found = self.metadata.state_dict_metadata[key]
         return found if hasattr(found, "properties") else None
 
-    def check(self) -> None:
-        """What it says agrees with itself, and with the sizes of files.
+    def facts(self, key: str | None) -> ShapeAndDtype:
+        """What is known of the value `key`."""
+        md = None if key is None else self.tensor(key)
+        return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
 
-        Raises:
-            ValueError: it does not, by file and key.
-        """
+    def check(self) -> None:
+        """What it says agrees with itself, and with the sizes of files."""
         try:
             wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
         except Exception as error:  # whatever types it happens to have
@@ -110,15 +102,7 @@ class Manifest:
         self._check_files(self.metadata.storage_data.values())
 
     def check_records(self, indices: Iterable[Any], verify: bool) -> None:
-        """What is to be read is there, and as it was written.
-
-        Args:
-            indices: of the records, as a plan for reading names them.
-            verify: read them and compare; else sizes only.
-
-        Raises:
-            ValueError: something is not, by file and key.
-        """
+        """What is to be read is there, and (`verify`) as it was written; `indices` as plans name records."""
         wanted: dict[str, list[Wanted]] = {}
         for index in dict.fromkeys(indices):
             record = self.metadata.storage_data[index]
@@ -236,82 +220,6 @@ def by_first(entries: dict[StatePath, str]) -> dict[str, dict[StatePath, str]]:
     return found
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
-def check_model(
-    manifest: Manifest,
-    wanted: dict[str, Any],
-    aliases: Iterable[list[str]],
-    all_names: set[str],
-    strict: bool,
-    convert_dtype: bool,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the checkpoint lacks of `wanted`, and what it has beyond `all_names`, those of all ranks.
-
-    `aliases`: all names of each parameter, of which one is enough.
-
-    Raises:
-        ValueError: shapes or dtypes differ; names differ and `strict` is True.
-    """
-    saved = by_first(manifest.under("model"))
-    if not saved:
-        tops = {str(place[0]) for place in manifest.places}
-        raise ValueError(
-            f"{manifest.path} holds no model: its keys are {listed(sorted(tops))}, and not 'model'. It was "
-            "written by another recipe; read it with torch.distributed.checkpoint, and give it to the model "
-            "by hand."
-        )
-    ties = {name: tied for tied in aliases for name in tied}
-    shapes, dtypes = [], []
-    for name, value in wanted.items():
-        md = manifest.tensor(saved[name][()]) if () in saved.get(name, {}) else None
-        if not isinstance(value, Tensor) or name not in saved or is_extra_state(name):
-            continue
-        if md is None:
-            shapes.append(f"{name} is no tensor there")
-        elif md.size != value.shape:
-            shapes.append(f"{name} is {tuple(md.size)} there and {tuple(value.shape)} here")
-        elif md.properties.dtype != value.dtype:
-            dtypes.append(f"{name} is {_plain(md.properties.dtype)} there and {_plain(value.dtype)} here")
-    missing = tuple(
-        name
-        for name, value in wanted.items()
-        # An empty dict, which a module may save beside tensors, has no key in a checkpoint of torch's.
-        if not any(tied in saved for tied in ties.get(name, [name])) and not _is_empty(value)
-    )
-    unexpected = tuple(name for name in saved if name not in all_names)
-    lines = [f"shapes differ: {listed(shapes)}"] if shapes else []
-    if strict:
-        lines += [f"missing in the checkpoint: {counted(missing)}"] if missing else []
-        lines += [f"unknown to the model: {counted(unexpected)}"] if unexpected else []
-    if lines:
-        advice = "" if shapes else " strict=False loads the rest and reports these."
-        raise ValueError(
-            f"{manifest.path} is a checkpoint of another model; {'; '.join(lines)}. Nothing was "
-            f"loaded.{advice}"
-        )
-    if empty := [name for name in missing if isinstance(wanted[name], Tensor) and wanted[name].is_meta]:
-        raise ValueError(
-            f"{manifest.path}: {listed(empty)} are missing in the checkpoint, and without values in the "
-            "model. Call shardwise.materialize(model) before loading."
-        )
-    if dtypes and not convert_dtype:
-        raise ValueError(
-            f"{manifest.path}: dtypes differ: {listed(dtypes)}. Loading would round or widen without a word; "
-            "pass convert_dtype=True if that is meant, or make the model in the dtype of the checkpoint."
-        )
-    return missing, unexpected
-
-
 def is_extra_state(name: str) -> bool:
     """Whether it is a module's extra state; if that is a tensor, it may have any length."""
     return name.rpartition(".")[2] == "_extra_state"
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

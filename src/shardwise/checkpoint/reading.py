@@ -62,11 +62,7 @@ def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) 
 
 
 def read_objects(manifest: Manifest, keys: list[str], verify: bool, trust: bool) -> dict[str, Any]:
-    """The values of `keys`, such as are no tensors of the model; verified first.
-
-    Raises:
-        ValueError: they are damaged, or ask for code that is not trusted.
-    """
+    """The values of `keys`, such as are no tensors of the model; verified first."""
     targets: dict[str, Any] = {}
     for key in keys:
         md = manifest.tensor(key)

@@ -12,11 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.manifest import (
-    HAS_DIGESTS,
-    INFO,
-    is_extra_state,
-)
+from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, is_extra_state
 from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
 from shardwise.checkpoint.stateful import (
     STATES,
@@ -45,7 +41,7 @@ from shardwise.state.named_state import (
     staged,
     state_of,
 )
-from shardwise.state.names import parameters_of
+from shardwise.state.names import entries_of, parameters_of
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -166,8 +162,6 @@ def _state(
     keep: int | None,
 ) -> dict[str, Any]:
     """This rank's state for the checkpoint. Tensors are not copied."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     if not path.name or path.name.startswith("."):
         raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
     check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
@@ -182,7 +176,8 @@ def _state(
             "a complete checkpoint before saving."
         )
     optimizers = as_optimizers(optimizer)
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    own = {each.name: each.value.detach() if each.is_tensor else each.value for each in entries_of(model)}
+    state: dict[str, Any] = {"model": own}
     for name in filter(is_extra_state, state["model"]):
         state["model"][name] = extra_written(state["model"][name], ("model", name))
     if optimizers:

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import unsafe_names
 from shardwise.layout.fqns import listed
+from shardwise.state.loading import LoadTargets, ShapeAndDtype
 from shardwise.state.named_state import StatePath, staged
+from shardwise.state.names import StateEntry
 from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint
@@ -63,11 +65,7 @@ def tensors_in(value: Any, place: StatePath = ()) -> Iterator[tuple[StatePath, T
 
 
 def refuse_shards(what: str, value: Any) -> None:
-    """Refuse parts of tensors where one rank's would be taken for all.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse parts of tensors where one rank's would be taken for all."""
     for place, tensor in tensors_in(value):
         if isinstance(tensor, DTensor):
             where = what + "".join(f"[{key!r}]" for key in place)
@@ -80,11 +78,7 @@ def refuse_shards(what: str, value: Any) -> None:
 
 
 def refuse_unreadable(what: str, value: Any) -> None:
-    """Refuse tensors of classes that torch would write, and then refuse to read.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse tensors of classes that torch would write, and then refuse to read."""
     trusted = [
         each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()
     ]
@@ -133,11 +127,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
-    """Refuse state that is a tuple of shards: torch stores a tuple whole, as one rank has it.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse state that is a tuple of shards: torch stores a tuple whole, as one rank has it."""
     for name, values in optimizer_state["state"].items():
         for key, value in values.items():
             if _has_shard_in_tuple(value):
@@ -156,11 +146,7 @@ def _has_shard_in_tuple(value: Any) -> bool:
 
 
 def check_objects(states: Any) -> dict[str, Any]:
-    """The objects by name.
-
-    Raises:
-        TypeError: some are none.
-    """
+    """The objects by name."""
     states = {} if states is None else states
     if not isinstance(states, dict) or not all(isinstance(name, str) and name for name in states):
         raise TypeError(f"states is to be a dict with names as keys, not {states!r:.80}")
@@ -279,9 +265,6 @@ def plan_states(
     """How the checkpoint's states fit `own`, those of the objects; and the names that it does not have.
 
     `of_any_rank`: where ranks have tensors; those of a pipeline have different ones.
-
-    Raises:
-        ValueError: they do not.
     """
     missing = [name for name in states if not manifest.under(STATES, name)]
     if missing and strict:
@@ -292,7 +275,8 @@ def plan_states(
             "leaves the object as it is."
         )
     plans: list[StatefulPlan] = []
-    problems: list[str] = []
+    entries: dict[str, StateEntry] = {}
+    facts: dict[str, ShapeAndDtype] = {}
     elsewhere = set(of_any_rank)
     for name in (name for name in states if name not in missing):
         tensors = dict(tensors_in(own[name]))
@@ -302,39 +286,25 @@ def plan_states(
             if place in tensors or manifest.tensor(key) is None or (name, place) not in elsewhere
         }
         plan = StatefulPlan(name, states[name].load_state_dict, own[name], saved, {})
-        problems += list(_fill_targets(manifest, plan, tensors, convert_dtype))
         plans.append(plan)
-    if problems:
-        raise ValueError(f"{manifest.path}: states do not fit: {listed(problems)}. Nothing was loaded.")
+        for place, tensor in tensors.items():
+            label = ".".join(map(str, (name, *place)))
+            entries[label] = StateEntry(label, label, tensor, True)
+        for place, key in saved.items():
+            label, found = ".".join(map(str, (name, *place))), manifest.facts(key)
+            entry = entries.get(label)
+            if entry is not None:
+                # A value there is what has not been counted yet: the object sees it.
+                facts[label] = ShapeAndDtype.of(entry.value) if found.shape is None else found
+                if found.shape is not None:
+                    plan.targets[key] = entry.value.detach()
+            elif found.shape:
+                facts[label] = found  # nothing says how it would be laid out over ranks
+            elif found.shape is not None:
+                plan.targets[key] = torch.empty((), dtype=found.dtype)
+    where = f"{manifest.path}: states do not fit"
+    LoadTargets(where, entries, None, convert_dtype, ValueError).expect(facts, is_all=True)
     return plans, missing
-
-
-def _fill_targets(
-    manifest: Manifest, plan: StatefulPlan, tensors: dict[StatePath, Tensor], convert_dtype: bool
-) -> Iterator[str]:
-    """Choose a target for each tensor; yields misfits as texts."""
-    for place, tensor in tensors.items():
-        what = f"{plan.name}.{'.'.join(map(str, place))}"
-        md = manifest.tensor(plan.saved[place]) if place in plan.saved else None
-        if place not in plan.saved:
-            yield f"{what} is missing in the checkpoint"
-        elif md is None:
-            continue  # a value there, as what has not been counted yet: the object sees it
-        elif md.size != tensor.shape:
-            yield f"{what} has shape {tuple(md.size)} there and {tuple(tensor.shape)} here"
-        elif md.properties.dtype != tensor.dtype and not convert_dtype:
-            yield f"{what} is of {md.properties.dtype} there and {tensor.dtype} here (see convert_dtype)"
-        else:
-            plan.targets[plan.saved[place]] = tensor.detach()
-    for place, key in plan.saved.items():
-        md = manifest.tensor(key)
-        if md is None or place in tensors:
-            continue
-        if len(md.size):  # nothing says how it would be laid out over ranks
-            what = f"{plan.name}.{'.'.join(map(str, place))}, of shape {tuple(md.size)},"
-            yield f"{what} is in the checkpoint only"
-        else:
-            plan.targets[key] = torch.empty((), dtype=md.properties.dtype)
 
 
 def rebuilt(values: dict[StatePath, Any], like: Any = None) -> Any:

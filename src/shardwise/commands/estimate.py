@@ -126,12 +126,10 @@ def _model(path: str) -> tuple[nn.Module, Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"'{path}' cannot be imported from {os.getcwd()}: {error}.") from error
     except Exception as error:
         raise UsageError(
-            f"importing '{module_name}' raised {type(error).__name__}: {error}. Put what trains under "
-            "if __name__ == '__main__':, so that the module can be imported for its function alone."
+            f"importing '{module_name}' from {os.getcwd()} raised {type(error).__name__}: {error}. Put what "
+            "trains under if __name__ == '__main__':, so that the module can be imported for its function."
         ) from error
     function = getattr(module, name, None)
     if function is None:

@@ -140,19 +140,13 @@ def _unshadow(params: Sequence[Param]) -> None:
 
 def _refuse_in_graphs(module_state: ModuleState) -> None:
     """Break the graph where it would not do what the caller has asked for."""
-    group = module_state.group
     if reason := _about_model(module_state):
         dynamo.refuse_graph(reason)
-    reason = _about_weights(module_state)
-    if torch.is_grad_enabled():
-        reason = reason or _about_gradients(group)
-    for bucket in group.buckets:
-        reason = reason or _about_bucket(bucket)
-    if reason:
+    if asked := _asked_in_vain(module_state):
         dynamo.refuse_graph(
-            f"{group.name}: {reason}. Or compile the sharded modules one by one (module.compile()), not the "
-            "one around them: their hooks are then outside of their graphs, and do all that they do in eager "
-            "runs."
+            f"{module_state.group.name}: {asked}. The graph of a whole model does not do that. Leave it out, "
+            "or compile the sharded modules one by one (module.compile()), not the one around them: their "
+            "hooks are then outside of their graphs, and do all that they do in eager runs."
         )
 
 
@@ -174,90 +168,53 @@ def _about_model(module_state: ModuleState) -> str:
     return ""
 
 
-def _about_weights(module_state: ModuleState) -> str:
+def _asked_in_vain(module_state: ModuleState) -> str:
+    """What was asked of the group that a graph does not do; empty if all of it can be done."""
+    group, settings = module_state.group, module_state.group.settings
     if not module_state.root.ranks_run_alike:
-        return "inference() keeps parameters unsharded, but a graph unshards by itself. Leave the context"
+        return "parameters stay unsharded inside inference()"
     if module_state.root.post_optim_event is not None:
-        return (
-            "set_post_optim_event() was called, but a graph unshards without waiting for it. Let the "
-            "computing stream wait for the event instead: "
-            "torch.accelerator.current_stream().wait_event(event)"
-        )
+        return "all-gathers wait for the event of set_post_optim_event()"
+    if torch.is_grad_enabled():
+        if not settings.requires_gradient_sync:
+            return "gradients are to stay unreduced (no_sync)"
+        if not settings.requires_all_reduce and group.shards.are_replicated:
+            return "gradients are not to be summed over replicas (set_requires_all_reduce)"
+        if group.gradients.state is DEFERRED:
+            return "gradients of earlier backwards wait to be reduced together with these"
+        if settings.ranks_that_keep is not None:
+            return f"reshard_after_forward={settings.ranks_that_keep} keeps parameters among a few ranks"
+        if settings.ranks_may_differ:
+            return "ranks were said to differ in what they use"
+        if settings.all_reduce_hook is not None or settings.averages_ignored:
+            return "set_all_reduce_hook() or set_reduce_ignored_params() was called"
+    for bucket in group.buckets:
+        if asked := _asked_of_bucket(bucket):
+            return asked
     return ""
 
 
-def _about_gradients(group: ParameterGroup) -> str:
-    if not group.settings.requires_gradient_sync:
-        return (
-            "gradients are to stay unreduced (no_sync), but a graph reduces those of its backward. Leave "
-            "synchronisation on: reduced gradients add up to the same"
-        )
-    if not group.settings.requires_all_reduce and group.shards.are_replicated:
-        return (
-            "set_requires_all_reduce(False), but a graph sums over replicas in each backward. Leave it on: "
-            "the gradients add up to the same"
-        )
-    if group.gradients.state is DEFERRED:
-        return (
-            "gradients of earlier backwards wait to be reduced together with these, which a graph does not "
-            "know of. Run the last of these steps uncompiled"
-        )
-    if (ranks := group.settings.ranks_that_keep) is not None:
-        return (
-            f"reshard_after_forward={ranks} keeps parameters together among so many "
-            "ranks until backward, but a graph unshards them again from all. Use True or False"
-        )
-    if group.settings.ranks_may_differ:
-        return (
-            "ranks were said to differ in what they use, but a graph communicates in what it uses only. Let "
-            "all ranks use all modules"
-        )
-    if group.settings.all_reduce_hook is not None or group.settings.averages_ignored:
-        return (
-            "set_all_reduce_hook() or set_reduce_ignored_params() was called, but a graph reduces without "
-            "asking. Do without it"
-        )
-    return ""
-
-
-def _about_bucket(bucket: Bucket) -> str:
+def _asked_of_bucket(bucket: Bucket) -> str:
     options = bucket.communication.options
     if type(bucket) is not Bucket:
-        return "its parameters say themselves what is all-gathered of them, outside of graphs. Use plain ones"
+        return "its parameters say themselves what is all-gathered of them"
     quantized = bucket.policy.quantized_all_gather
     own = (options.make_all_gather, options.make_reduce_scatter, options.make_all_reduce, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true
         return (
             "it was given collectives or memory of its own (set_custom_all_gather, "
-            "set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator), but "
-            "graphs have those of the back end. Leave them away"
+            "set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator)"
         )
     for param in bucket.params:
+        precision = param.precision
         if param.has_own_class:
-            return (
-                f"{param.fqn} is of a class of its own, but an unsharded parameter is a plain tensor in a "
-                "graph. Use nn.Parameter"
-            )
+            return f"{param.fqn} is of a class of its own, not nn.Parameter"
         if param.has_original_hooks:
-            return (
-                f"{param.fqn} had hooks for its full gradient, which is inside of the graph. Register them "
-                "after fully_shard, for the reduced one"
-            )
-        if param.precision.accumulated not in (param.precision.computed, param.precision.reduced):
-            return (
-                f"gradients of {param.fqn} are to add up in {param.precision.accumulated} "
-                "(accumulate_dtype), but a graph adds up those of several uses as they are computed. Leave "
-                "accumulate_dtype out"
-            )
-        if param.precision.kept != param.precision.stored:
-            return (
-                f"gradients of {param.fqn} are kept in {param.precision.kept}, but autograd puts those of a "
-                "graph in the dtype of the parameter. Leave out keep_low_precision_grads"
-            )
+            return f"{param.fqn} had hooks for its full gradient before fully_shard"
+        if precision.accumulated not in (precision.computed, precision.reduced):
+            return f"gradients of {param.fqn} are to add up in {precision.accumulated} (accumulate_dtype)"
+        if precision.kept != precision.stored:
+            return f"gradients of {param.fqn} are kept in {precision.kept} (keep_low_precision_grads)"
         if param.is_tensor_parallel and param.mesh.full_mesh is not None:
-            return (
-                f"{param.fqn} is a DTensor on the whole mesh, whose gradient DTensor would sum over "
-                "data-parallel ranks in a graph, before it is summed over them. Distribute it over the other "
-                "dimensions, and pass fully_shard those to shard over"
-            )
+            return f"{param.fqn} is a DTensor on the whole mesh, so that its gradient would be summed twice"
     return ""

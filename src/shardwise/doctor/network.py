@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.doctor.devices import own_device
@@ -25,7 +24,7 @@ from shardwise.torch_compat import c10d
 SIZES = (4 << 10, 1 << 20, 32 << 20)
 """Unsharded bytes of a collective: the first shows the latency, the others the bandwidth."""
 
-Ready = tuple[Callable[[], None], Callable[[], bool]]
+Ready = tuple[Callable[[], Any], Callable[[], bool]]
 """What runs a collective, and what tells whether its first result is right."""
 
 Collective = Callable[[dist.ProcessGroup, int, torch.device], Ready]
@@ -107,7 +106,7 @@ def judge(subject: str, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     ]
 
 
-def _timed(run: Callable[[], None], device: torch.device) -> float:
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
     synchronize = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
     synchronize()
     started = time.perf_counter()
@@ -120,33 +119,24 @@ def _all_gather(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Read
     own = torch.full((numel,), float(pg.rank()), device=device)
     full = torch.empty(numel * pg.size(), device=device)
     expected = torch.arange(float(pg.size()), device=device).repeat_interleave(numel)
-
-    def run() -> None:
-        if (work := c10d.all_gather(pg, full, own, True)) is not None:
-            work.wait()
-
-    return run, partial(torch.equal, full, expected)
+    return lambda: _finish(c10d.all_gather(pg, full, own, True)), lambda: torch.equal(full, expected)
 
 
 def _reduce_scatter(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:
-    full = torch.ones(numel * pg.size(), device=device)
-    own = torch.empty(numel, device=device)
-
-    def run() -> None:
-        if (work := c10d.reduce_scatter(pg, own, full, dist.ReduceOp.SUM, True)) is not None:
-            work.wait()
-
-    return run, partial(torch.equal, own, torch.full_like(own, float(pg.size())))
+    full, own = torch.ones(numel * pg.size(), device=device), torch.empty(numel, device=device)
+    reduce = partial(c10d.reduce_scatter, pg, own, full, dist.ReduceOp.SUM, True)
+    return lambda: _finish(reduce()), lambda: bool((own == pg.size()).all())
 
 
 def _all_reduce(pg: dist.ProcessGroup, numel: int, device: torch.device) -> Ready:
-    full: Tensor = torch.ones(numel * pg.size(), device=device)
-
-    def run() -> None:
-        dist.all_reduce(full, group=pg)
-
+    full = torch.ones(numel * pg.size(), device=device)
     # It has run once: the result is in place, and later runs sum it further.
-    return run, lambda: bool((full == pg.size()).all())
+    return lambda: dist.all_reduce(full, group=pg), lambda: bool((full == pg.size()).all())
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 _COLLECTIVES: dict[str, Collective] = {

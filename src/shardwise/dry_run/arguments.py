@@ -46,34 +46,24 @@ def call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | 
         fakes = fakes_of(sample)
 
         def call(model: nn.Module) -> Tensor:
+            what = "forward"
             try:
                 if isinstance(fakes, Mapping):
                     output = model(**fakes)
                 else:
                     output = model(*(fakes if isinstance(fakes, (tuple, list)) else (fakes,)))
-                if loss is None:
-                    return loss_of(output)
+                what = "loss() on the output"
+                return loss_of(output) if loss is None else loss(output)
             except Exception as error:
+                first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise ValueError(
-                    f"{caller}: the {type(model).__mro__[1].__name__} does not take the {name} of "
-                    f"{shapes_of(sample)}. Its forward, run on tensors without contents, raised "
-                    f"{_first_line(error)}"
-                ) from error
-            try:
-                return loss(output)
-            except Exception as error:
-                raise ValueError(
-                    f"{caller}: loss(), called with what the {type(model).__mro__[1].__name__} returned on "
-                    f"tensors without contents, raised {_first_line(error)}. It is to make a scalar of that."
+                    f"{caller}: {what} of the {type(model).__mro__[1].__name__} failed on tensors like the "
+                    f"{name}, {shapes_of(sample)}: {first_line}"
                 ) from error
 
         return call
 
     return make
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def loss_of(output: Any) -> Tensor:

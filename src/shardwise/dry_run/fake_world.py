@@ -5,7 +5,7 @@ that the caller has initialised is there again afterwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,26 +42,21 @@ class SilentGroup(c10d.PythonGroup):
         self._dimension = dimension
         self._sent = sent
 
-    def _tell(self, whole: Sequence[Tensor], rounds: int, *others: Tensor) -> _Done:
-        num_bytes = sum(tensor.nbytes for tensor in whole)
+    def _tell(self, num_bytes: int, rounds: int, tensors: Sequence[Tensor]) -> _Done:
         world = self.size()
-        self._sent(self._dimension, rounds * num_bytes * (world - 1) // world, [*whole, *others])
+        self._sent(self._dimension, rounds * num_bytes * (world - 1) // world, tensors)
         return _Done()
 
-    def _gather(self, output: Any, source: Any, *_: Any) -> _Done:
-        return self._tell([output], 1, source)
+    def _one(self, output: Any, source: Any, *_: Any) -> _Done:
+        return self._many([output], [source])
 
-    def _gather_many(self, outputs: Any, sources: Any, *_: Any) -> _Done:
-        return self._tell(outputs, 1, *sources)
-
-    def _scatter(self, output: Any, source: Any, *_: Any) -> _Done:
-        return self._tell([source], 1, output)
-
-    def _scatter_many(self, outputs: Any, sources: Any, *_: Any) -> _Done:
-        return self._tell(sources, 1, *outputs)
+    def _many(self, outputs: Any, sources: Any, *_: Any) -> _Done:
+        """All-gathers and reduce-scatters: the larger side is whole on all ranks."""
+        num_bytes = max(sum(tensor.nbytes for tensor in side) for side in (outputs, sources))
+        return self._tell(num_bytes, 1, [*outputs, *sources])
 
     def _sum(self, tensors: Any, *_: Any) -> _Done:
-        return self._tell(tensors, 2)
+        return self._tell(sum(tensor.nbytes for tensor in tensors), 2, tensors)
 
     def send(self, tensors: Any, *_: Any) -> _Done:
         """To one rank."""
@@ -76,22 +71,10 @@ class SilentGroup(c10d.PythonGroup):
     def _nothing(self, *_: Any) -> _Done:
         return _Done()
 
-    all_gather_single = _gather
-    all_gather_single_coalesced = _gather_many
-    reduce_scatter_single = _scatter
-    reduce_scatter_single_coalesced = _scatter_many
+    all_gather_single = reduce_scatter_single = _one
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = _many
     allreduce = allreduce_coalesced = _sum
     barrier = broadcast = _nothing
-
-
-@contextmanager
-def _own_operations() -> Iterator[None]:
-    """DTensor takes equal meshes for the same: the process groups of this world are not those of another."""
-    dtensor.forget_operations()
-    try:
-        yield
-    finally:
-        dtensor.forget_operations()
 
 
 @contextmanager
@@ -103,7 +86,10 @@ def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
         sent: told of each collective.
     """
     sizes = torch.Size(shape.values())
-    with c10d.own_world(), _own_operations():
+    # DTensor takes equal meshes for the same: the process groups of this world are not those of another.
+    with c10d.own_world(), ExitStack() as stack:
+        dtensor.forget_operations()
+        stack.callback(dtensor.forget_operations)
         along = {name: SilentGroup(name, size, sent) for name, size in shape.items()}
         everyone = next(iter(along.values())) if len(along) == 1 else SilentGroup("all", sizes.numel(), sent)
         for group in {*along.values(), everyone}:

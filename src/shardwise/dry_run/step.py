@@ -93,6 +93,13 @@ class Step:
             key=lambda moment: moment.num_bytes,
         )
 
+    def highest(self) -> tuple[Moment, str]:
+        """The moment at which most is in memory, and in which phase, of which group, that is."""
+        phase = max(PHASES, key=lambda each: self.peak(each).num_bytes)
+        moment = self.peak(phase)
+        group = self.where(moment.time)
+        return moment, phase if group in PHASES else f"{phase} of {group}"
+
     def with_host_shards(self) -> "Step":
         """The same step as its device sees it where shards, gradients and the optimizer are on the host.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.arguments import check_module
+from shardwise.arguments import check_module, check_type, describe
 from shardwise.engine.backward import gradient_arrived, gradients_complete, graph_task
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import IN_USE
@@ -101,6 +101,18 @@ def module_states_at_rest(caller: str, model: Any) -> list[ModuleState]:
     return module_states
 
 
+def module_states_of(caller: str, modules: Any) -> list[ModuleState]:
+    """The states of ``modules``, a list of sharded modules that was given to ``caller``."""
+    check_type(caller, "modules", modules, "a list of sharded modules", list, tuple)
+    for index, module in enumerate(modules):
+        if not is_sharded(module):
+            raise ValueError(
+                f"{caller}: {describe(module)} at [{index}] is not sharded. Call fully_shard on it first, or "
+                "leave it out."
+            )
+    return [module_state_of(under_compile(module)) for module in modules]
+
+
 def module_state_of(module: Any) -> ModuleState:
     """The state of a sharded module itself."""
     return module.__dict__[_ATTRIBUTE]
@@ -113,7 +125,6 @@ def drive(root: Root, module_states: Sequence[ModuleState], own: ModuleState) ->
     for module_state in module_states:
         _take_over(root, module_state)
     root.tree_changed()
-    root.plan_check.plan_changed()
     root.observe(root.observer)
 
 

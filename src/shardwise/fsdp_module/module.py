@@ -12,10 +12,9 @@ from shardwise.comm.streams import has_streams, in_stream
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.engine.module_state import (
     ModuleState,
-    is_sharded,
     module_state_of,
+    module_states_of,
     sharded_module_states,
-    under_compile,
 )
 from shardwise.fsdp_module.comm_choices import (
     allocate_from_process_group,
@@ -210,7 +209,7 @@ class FSDPModule:
                 module's forward begins. An empty list turns forward prefetch off for this module.
 
         Raises:
-            TypeError: ``modules`` is not a list or another sequence.
+            TypeError: ``modules`` is not a list or tuple.
             ValueError: a module in it is not sharded.
             RuntimeError: in the next forward: a module in it belongs to another model.
 
@@ -229,11 +228,6 @@ class FSDPModule:
         Args:
             modules: sharded modules of the same model, in the order in which to unshard them when this
                 module's backward begins.
-
-        Example::
-
-            model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-            model(batch).sum().backward()
         """
         _set_prefetch(self, "backward_prefetch", modules)
 
@@ -292,11 +286,6 @@ class FSDPModule:
 
         Raises:
             RuntimeError: in forward: no sharded module around this one is run by all ranks.
-
-        Example::
-
-            model.blocks[1].set_may_be_unused()  # which blocks run depends on the rank
-            model(batch).sum().backward()
         """
         _set_flag(self, "may_be_unused", may_be_unused, recurse=True)
         module_state_of(self).root.start_over()
@@ -367,11 +356,6 @@ class FSDPModule:
         Raises:
             TypeError: ``hook`` is not callable, or ``stream`` is not a stream of the mesh's device.
             ValueError: ``stream`` was given, and the mesh has replicas.
-
-        Example::
-
-            model.set_all_reduce_hook(lambda gradient: gradient.clamp_(-1.0, 1.0))
-            model(batch).sum().backward()
         """
         check_type("set_all_reduce_hook", "hook", hook, "a function", Callable)
         group = module_state_of(self).group
@@ -683,18 +667,9 @@ def _set_flag(module: Any, flag: str, value: bool, recurse: bool, setting: str |
 
 def _set_prefetch(module: Any, setting: str, modules: Any) -> None:
     """Have the group of ``module`` prefetch those of ``modules``, a list of sharded modules."""
-    caller = f"set_modules_to_{setting}"
-    if isinstance(modules, (nn.Module, str)) or not isinstance(modules, Sequence):
-        raise TypeError(f"{caller}: modules is a {type(modules).__name__}; pass a list of sharded modules.")
-    for index, each in enumerate(modules):
-        if not is_sharded(each):
-            raise ValueError(
-                f"{caller}: {type(each).__name__} at [{index}] is not sharded, so there is nothing to "
-                "prefetch. Call fully_shard on it first, or leave it out."
-            )
+    chosen = module_states_of(f"set_modules_to_{setting}", modules)
     module_state = module_state_of(module)
-    chosen = tuple(module_state_of(under_compile(each)).group for each in modules)
-    module_state.group.configure(**{setting: chosen})
+    module_state.group.configure(**{setting: tuple(each.group for each in chosen)})
     module_state.root.start_over()
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_module, check_type
 from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
-from shardwise.groups.group import ParameterGroup
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
 from shardwise.init.inventory import Inventory, refuse_what_is_missing
@@ -58,20 +57,16 @@ def materialize(
     ``_reset_parameters()``. Each is called once for each module that directly has tensors without values,
     under ``torch.no_grad()``; every rank draws all numbers and keeps its part. Meanwhile the module sees
     plain tensors of the global shape (those of tensor parallelism as well): its own, and those of modules
-    inside it that are in its group. All else is sharded, and may not be written.
+    inside it that are in its group. All else is sharded, and may not be written. Sharded parameters are drawn
+    as if they were contiguous.
 
     Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
-    have been built before. Parameters that were not contiguous on the meta device are drawn as if they were,
-    once they are sharded. A parameter of a class that all-gathers itself is drawn plainly, too, and takes its
-    part of the values by ``copy_``.
-
-    All ranks draw from the random state of the first, on the CPU and on ``device``. A rank that had the same
-    goes on from where it ends, as one process would; any other has its own again afterwards. Random numbers
-    of other libraries are the caller's affair.
+    have been built before. All ranks draw from the random state of the first, on the CPU and on ``device``. A
+    rank that had the same goes on from where it ends, as one process would; any other has its own again
+    afterwards. Random numbers of other libraries are the caller's affair.
 
     Collective. Costs the full parameters of one group beside the shards; communicates random states, and a
-    group's parameters only where modules that come later in the walk see them again, such as one that has
-    parameters of its own beside children.
+    group's parameters where modules that come later in the walk see them again.
 
     Args:
         model: sharded, in part or not at all; also a part of a sharded model.
@@ -87,8 +82,7 @@ def materialize(
         TypeError, ValueError: an argument is of the wrong kind.
         RuntimeError: tensors got no values, or ones that do not fit; an init wrote to a shard; ranks disagree
             about what has no values; a forward, a backward or ``unsharded`` is running. What raises in an
-            init comes through with a note that names the module; it has no values then, and modules before it
-            do.
+            init comes through with a note that names the module, which has no values then.
 
     Example::
 
@@ -105,18 +99,15 @@ def materialize(
     def look() -> Inventory:
         inventory = Inventory(model, _check_arguments(model, init_fn, device))
         for group in inventory.groups:
-            _check_group(group)
+            group.refuse_if_summoned("materialize")
+            group.refuse_open_ties()
         return inventory
 
     told = {"init_fn": "None" if init_fn is None else "a function", "device": str(device).partition(":")[0]}
     inventory = run_on_all_ranks(
         axes_of_model(model), device_of_model(model), look, caller="materialize", same=told
     )
-    all_fresh = all(
-        placeholder.is_empty
-        for placeholder in inventory.placeholders.values()
-        if placeholder.param is not None
-    )
+    all_fresh = all(p.is_empty for p in inventory.placeholders.values() if p.param is not None)
     with _one_random_state(model, inventory):
         for visit in inventory.visits():
             visit.run(init_fn)
@@ -132,10 +123,9 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
 
     Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
 
-    What several ranks hold is made equal. Of a sharded parameter that are the shards of replicas: each rank
-    takes over those of the replica that ``src`` is in; shards of one parameter are on no other rank. What
-    every rank keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from
-    ``src``. Of a model that is not sharded, everything does, over the default process group: call it before
+    Of a sharded parameter, each rank takes over the shards of the replica that ``src`` is in. What every rank
+    keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from ``src``. Of a
+    model that is not sharded, everything does, over the default process group: call it before
     ``fully_shard`` where ranks may have loaded or drawn different values.
 
     Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
@@ -229,11 +219,6 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
     if drawn_on is not None and drawn_on.type == "meta":
         raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
     return drawn_on
-
-
-def _check_group(group: ParameterGroup) -> None:
-    group.refuse_if_summoned("materialize()")
-    group.refuse_open_ties()
 
 
 # --- the random state -----------------------------------------------------------------------------

@@ -194,11 +194,7 @@ def _check_place(placeholder: Placeholder) -> None:
 
 
 def refuse_what_is_missing(inventory: Inventory) -> None:
-    """Check at the end: everything has values, and sharded parameters are registered where they were.
-
-    Raises:
-        RuntimeError: naming the tensors that are not.
-    """
+    """Check at the end: everything has values, and sharded parameters are registered where they were."""
     for placeholder in inventory.placeholders.values():
         if placeholder.param is not None:
             _check_place(placeholder)

@@ -25,11 +25,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
-    """Refuse tensors without values that are not among those ``coming``.
-
-    Raises:
-        RuntimeError: naming them.
-    """
+    """Refuse tensors without values that are not among those ``coming``."""
     known = {id(tensor) for tensor in coming}
     lost = [name for name, tensor in named_tensors(model) if tensor.is_meta and id(tensor) not in known]
     if lost:

@@ -46,7 +46,6 @@ HOMES = (
 
 _lock = Lock()
 _pairs: list[tuple[Any, Any]] = []  # torch's thing and its stand-in, made once: a cache
-_summons: list[Any] = []  # summon_full_params of torch's FSDP1, and its stand-in
 _is_installed = False  # of the process, as the names of modules are
 
 
@@ -79,9 +78,7 @@ def install() -> None:
     with _lock:
         if not _pairs:
             _pairs.extend(_make_pairs())
-            _summons.extend(_make_summons())
         replaced = _replace(_pairs)
-        _replace_method(*_summons)
         _is_installed = True
     if replaced:
         _log.info("shardwise took the place of torch's fully_shard: %s.", _told(replaced))
@@ -96,7 +93,6 @@ def uninstall() -> None:
     with _lock:
         if _is_installed:
             _replace([(stand_in, theirs) for theirs, stand_in in _pairs])
-            _replace_method(*reversed(_summons))
             _is_installed = False
 
 
@@ -128,36 +124,33 @@ def _make_pairs() -> list[tuple[Any, Any]]:
     there = [(ours, getattr(peer, ours.__name__, None)) for ours in OURS]
     pairs = [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
     stage = types.new_class("PipelineStage", (InstalledStage,))  # an object of its own, as all stand-ins
-    return [*pairs, (pipelining.PipelineStage, stage)]
-
-
-def _make_summons() -> list[Any]:
-    theirs = importlib.import_module(HOMES[0]).FullyShardedDataParallel.summon_full_params
-    return [theirs, summon_stand_in(theirs)]
-
-
-def _replace_method(old: Any, new: Any) -> None:
-    owner = importlib.import_module(HOMES[0]).FullyShardedDataParallel
-    if owner.summon_full_params is old:
-        owner.summon_full_params = staticmethod(new)
+    summon = vars(peer.FullyShardedDataParallel)["summon_full_params"]  # a static method
+    summons = staticmethod(summon_stand_in(summon.__func__))
+    return [*pairs, (pipelining.PipelineStage, stage), (summon, summons)]
 
 
 def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
-    """Put the second of each pair wherever a module has the first; returns the names by module."""
+    """Put the second of each pair wherever a module, or torch's FSDP1, has the first.
+
+    Returns the names by module.
+    """
     by_id = {id(old): new for old, new in pairs}
+    loaded = list(sys.modules.items())
+    places: dict[str, Any] = {name: module for name, module in loaded if _is_open(name, module)}
+    places[f"{HOMES[0]}.FullyShardedDataParallel"] = sys.modules[HOMES[0]].FullyShardedDataParallel
     replaced: dict[str, list[str]] = {}
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or not _is_open(module_name):
-            continue
-        for name, value in list(vars(module).items()):
+    for place_name, place in places.items():
+        for name, value in list(vars(place).items()):
             if id(value) in by_id:
-                setattr(module, name, by_id[id(value)])
-                replaced.setdefault(module_name, []).append(name)
+                setattr(place, name, by_id[id(value)])
+                replaced.setdefault(place_name, []).append(name)
     return replaced
 
 
-def _is_open(module_name: str) -> bool:
+def _is_open(module_name: str, module: Any) -> bool:
     """Whether names may be replaced in this module."""
+    if not isinstance(module, types.ModuleType):
+        return False
     package = module_name.partition(".")[0]
     if package == "torch":
         return module_name in HOMES

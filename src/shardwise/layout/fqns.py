@@ -50,12 +50,6 @@ def listed(names: Iterable[str], limit: int = 8, separator: str = ", ") -> str:
     return separator.join(every[:limit]) + more
 
 
-def counted(names: Iterable[str]) -> str:
-    """The first of ``names``, with their number."""
-    every = list(names)
-    return listed(every) + (f" ({len(every)} in all)" if len(every) > 1 else "")
-
-
 def listed_ranks(ranks: Iterable[int], limit: int = 8) -> str:
     """``ranks`` for a message, neighbours as a range: ``rank 3``, ``ranks 0-2, 5``."""
     every = sorted(ranks)

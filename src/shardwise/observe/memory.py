@@ -25,9 +25,34 @@ from shardwise.groups.states import SUMMONED, UNSHARDED, UNSHARDING
 from shardwise.layout.text_tables import ruled
 from shardwise.torch_compat import dtensor, tensor_impl
 
+_SIZES = {
+    "shard_bytes": "MB shards",
+    "unsharded_bytes": "unsharded",
+    "kept_storage_bytes": "kept",
+    "full_gradient_bytes": "full gradients",
+    "reduced_gradient_bytes": "reduced",
+}
+"""The sizes in a snapshot, and what the table calls them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is in memory, in bytes; of what, see ``GroupSnapshot``."""
+
+    shard_bytes: int
+    unsharded_bytes: int
+    kept_storage_bytes: int
+    full_gradient_bytes: int
+    reduced_gradient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, name) for name in _SIZES)
+
 
 @dataclass(frozen=True)
-class GroupSnapshot:
+class GroupSnapshot(Sizes):
     """What the parameters of one ``fully_shard`` call had in memory on this rank, in bytes.
 
     Attributes:
@@ -56,82 +81,34 @@ class GroupSnapshot:
     state: str
     reason: str | None
     gradient_state: str
-    shard_bytes: int
-    unsharded_bytes: int
-    kept_storage_bytes: int
-    full_gradient_bytes: int
-    reduced_gradient_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(getattr(self, name) for name in _SIZES)
 
 
 @dataclass(frozen=True)
-class MemorySnapshot:
-    """What the groups of a model had in memory on this rank; totals in bytes. ``str()`` makes a table of it.
+class MemorySnapshot(Sizes):
+    """What the groups of a model had in memory on this rank. ``str()`` makes a table of it.
 
     Attributes:
-        groups: outermost first.
+        groups: outermost first. The snapshot has all sizes of a group itself, summed over them.
     """
 
     groups: tuple[GroupSnapshot, ...]
 
-    @property
-    def shard_bytes(self) -> int:
-        """This rank's shards."""
-        return self._sum("shard_bytes")
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Unsharded parameters."""
-        return self._sum("unsharded_bytes")
-
-    @property
-    def kept_storage_bytes(self) -> int:
-        """Memory that nobody uses and that is not given back."""
-        return self._sum("kept_storage_bytes")
-
-    @property
-    def full_gradient_bytes(self) -> int:
-        """Gradients that have not been reduced."""
-        return self._sum("full_gradient_bytes")
-
-    @property
-    def reduced_gradient_bytes(self) -> int:
-        """This rank's gradients."""
-        return self._sum("reduced_gradient_bytes")
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self._sum("total_bytes")
+    @staticmethod
+    def of(groups: tuple[GroupSnapshot, ...]) -> "MemorySnapshot":
+        """That of ``groups``."""
+        return MemorySnapshot(groups, **{name: sum(getattr(g, name) for g in groups) for name in _SIZES})
 
     def __str__(self) -> str:
         """A line for each group: its states, its memory in MB (10^6 bytes), and why it is in memory."""
         decimals = 1 if self.total_bytes >= 10e6 else 4
 
-        def sizes(of: GroupSnapshot | MemorySnapshot) -> list[str]:
+        def sizes(of: Sizes) -> list[str]:
             return [f"{size / 1e6:,.{decimals}f}" if (size := getattr(of, name)) else "-" for name in _SIZES]
 
         rows = [[g.name, g.state, g.gradient_state, *sizes(g), g.reason or ""] for g in self.groups]
         head = ["group", "parameters", "gradients", *_SIZES.values(), "in memory because"]
         total = ["total", "", "", *sizes(self), ""]
         return "\n".join(ruled([head, *rows, total], right=range(3, 8), has_total=True))
-
-    def _sum(self, name: str) -> int:
-        return sum(getattr(group, name) for group in self.groups)
-
-
-_SIZES = {
-    "shard_bytes": "MB shards",
-    "unsharded_bytes": "unsharded",
-    "kept_storage_bytes": "kept",
-    "full_gradient_bytes": "full gradients",
-    "reduced_gradient_bytes": "reduced",
-}
-"""The sizes of a snapshot, and what the table calls them."""
 
 
 def memory_snapshot(model: nn.Module) -> MemorySnapshot:
@@ -163,7 +140,7 @@ def memory_snapshot(model: nn.Module) -> MemorySnapshot:
     """
     module_states = states_to_use("memory_snapshot", model)
     with tensor_impl.plain_access():
-        return MemorySnapshot(tuple(map(_snapshot_of, module_states)))
+        return MemorySnapshot.of(tuple(map(_snapshot_of, module_states)))
 
 
 def _snapshot_of(module_state: ModuleState) -> GroupSnapshot:

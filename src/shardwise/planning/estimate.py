@@ -13,7 +13,7 @@ from shardwise.arguments import check_module
 from shardwise.dry_run.arguments import call_on, memory_in_bytes
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import PHASES, Call, DryRunPlan, dry_run
+from shardwise.dry_run.step import Call, DryRunPlan, dry_run
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
@@ -259,9 +259,8 @@ def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: 
         in_bf16 = replace(options, mp_policy=precision_named("estimate", "bf16"))
         peaks["computing in bf16"] = in_bf16.run(name, sizes, is_checkpointed).peak.num_bytes
     if not (options.is_offloaded or options.on_host):
-        on_device = least.step.with_host_shards()
-        highest = max(on_device.peak(phase).num_bytes for phase in PHASES)
-        peaks["shards, gradients and optimizer in host memory"] = highest
+        highest, _ = least.step.with_host_shards().highest()
+        peaks["shards, gradients and optimizer in host memory"] = highest.num_bytes
     more = _more_ranks(least, sizes, limit)
     if more is not None:
         peaks[f"{torch.Size(more).numel()} ranks"] = options.run(name, more, is_checkpointed).peak.num_bytes

@@ -14,19 +14,11 @@ except ImportError as error:
     ) from error
 
 from shardwise.dry_run.memory_log import KINDS
+from shardwise.layout.text_tables import unit_for
 from shardwise.planning.report import Estimate, StrategyEstimate
 
-_COLOURS = {
-    "parameters": "#1f4e79",
-    "gradients": "#2e75b6",
-    "optimizer state": "#9dc3e6",
-    "buffers and batch": "#7f7f7f",
-    "unsharded parameters": "#c55a11",
-    "unsharded gradients": "#f4b183",
-    "communication": "#7030a0",
-    "activations": "#70ad47",
-    "optimizer's temporaries": "#bf9000",
-}
+# Of KINDS, in their order.
+_COLOURS = ["#1f4e79", "#2e75b6", "#9dc3e6", "#7f7f7f", "#c55a11", "#f4b183", "#7030a0", "#70ad47", "#bf9000"]
 
 
 def formats() -> Collection[str]:
@@ -41,7 +33,7 @@ def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
     figure = Figure(figsize=(8 * columns, 3.2 * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-    size, unit = (1e9, "GB") if max(row.peak.num_bytes for row in estimate.rows) >= 1e9 else (1e6, "MB")
+    unit, size = unit_for(max(row.peak.num_bytes for row in estimate.rows))
     for axes, row in zip(grid, estimate.rows, strict=False):
         _draw_row(axes, row, size, unit, estimate.memory)
     for axes in grid[len(estimate.rows) :]:
@@ -51,11 +43,11 @@ def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_row(axes: Any, row: StrategyEstimate, size: float, unit: str, memory: int | None) -> None:
+def _draw_row(axes: Any, row: StrategyEstimate, size: int, unit: str, memory: int | None) -> None:
     timeline = row.step.timeline
     times = list(range(len(timeline)))  # what is resized twice at a time has two moments
     stacks = [[moment.by_kind[kind] / size for moment in timeline] for kind in KINDS]
-    axes.stackplot(times, stacks, labels=KINDS, colors=[_COLOURS[kind] for kind in KINDS], step="post")
+    axes.stackplot(times, stacks, labels=KINDS, colors=_COLOURS, step="post")
     index_of = {moment.time: index for index, moment in enumerate(timeline)}
     for phase in row.peaks:
         begin, end = row.step.phase(phase)

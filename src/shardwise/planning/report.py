@@ -102,16 +102,13 @@ class StrategyEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """All but the memory over time, for JSON."""
+        figures = ("parameters", "gradients", "optimizer_state", "unsharded", "activations")
         return {
             "strategy": self.strategy,
             "mesh": self.mesh,
             "checkpointing": self.is_checkpointed,
             "offloaded": self.is_offloaded,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer_state": self.optimizer_state,
-            "unsharded": self.unsharded,
-            "activations": self.activations,
+            **{name: getattr(self, name) for name in figures},
             "peak": self.peak.num_bytes,
             "peaks": {
                 phase: {"bytes": peak.num_bytes, "where": peak.where, "by_kind": peak.by_kind}
@@ -195,7 +192,10 @@ class Estimate:
             line += ["yes" if row.is_checkpointed else "no"]
             line += map(shown, (row.parameters, row.gradients, row.optimizer_state, row.unsharded))
             line += [shown(row.activations), *(shown(row.peaks[phase].num_bytes) for phase in PHASES)]
-            line += [_place(row), ", ".join(f"{name} {shown(n)}" for name, n in row.sent.items()) or "-"]
+            line += [
+                row.step.highest()[1],
+                ", ".join(f"{name} {shown(n)}" for name, n in row.sent.items()) or "-",
+            ]
             if self.memory is not None:
                 line += ["yes" if row.peak.num_bytes <= self.memory else "no"]
             cells.append(line)
@@ -229,9 +229,3 @@ class Estimate:
 
 def _name(row: StrategyEstimate) -> str:
     return row.strategy + (" with checkpointing" if row.is_checkpointed else "")
-
-
-def _place(row: StrategyEstimate) -> str:
-    phase = max(row.peaks, key=lambda name: row.peaks[name].num_bytes)
-    where = row.peaks[phase].where
-    return phase if where in PHASES else f"{phase} of {where}"

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.arguments import check_type
 from shardwise.engine.forward import after_forward, before_forward
-from shardwise.engine.module_state import ModuleState, is_sharded, module_state_of, under_compile
+from shardwise.engine.module_state import ModuleState, module_state_of, module_states_of, under_compile
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.states import SUMMONED
 from shardwise.layout.fqns import joined
@@ -97,22 +97,15 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
         modules: a list or tuple of sharded root modules; an empty one does nothing.
 
     Raises:
-        TypeError: ``modules`` is not a list or tuple, or a module in it is not sharded.
+        TypeError: ``modules`` is not a list or tuple.
+        ValueError: a module in it is not sharded.
 
     Example::
 
         share_comm_ctx([first_stage, last_stage])
     """
-    check_type("share_comm_ctx", "modules", modules, "a list of sharded modules", list, tuple)
-    for index, module in enumerate(modules):
-        if not is_sharded(module):
-            raise TypeError(
-                f"share_comm_ctx: {type(module).__name__} at [{index}] is not sharded. Call fully_shard on "
-                "it first."
-            )
-    if modules:
-        roots: Sequence[Any] = modules
-        first, *others = [module_state_of(under_compile(module)).root.lazy_init for module in roots]
+    if found := module_states_of("share_comm_ctx", modules):
+        first, *others = [module_state.root.lazy_init for module_state in found]
         first.share_streams(others)
 
 

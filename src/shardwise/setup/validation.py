@@ -26,10 +26,10 @@ def groups_in(model: nn.Module) -> list[ParameterGroup]:
 
 def check_modules(module: Any) -> list[nn.Module]:
     """The modules of the call as a list, each of them fit to be sharded."""
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    is_list = isinstance(module, (list, tuple))
+    modules = list(module) if is_list else [module]
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty; there is nothing to shard.")
-    is_list = isinstance(module, (list, tuple))
     for index, each in enumerate(modules):
         _check_module(each, f" at [{index}] of the list" if is_list else "")
     for index, each in enumerate(modules):

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.arguments import check_flags, check_number, check_rank
@@ -19,7 +18,7 @@ from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_given, mesh_device
 from shardwise.ranks.replicas import Checksums, are_fake, differing, message_on_edits
-from shardwise.state.summon import SummonedGroup, SummonOptions, broadcast_changes, check_can_summon
+from shardwise.state.summon import SummonedGroup, broadcast_changes, check_can_summon
 
 T = TypeVar("T")
 
@@ -79,11 +78,11 @@ def unsharded(
 ) -> Iterator[None]:
     """Summon full parameters in place of the shards, to inspect, save or edit them.
 
-    Inside, ``module.weight``, ``named_parameters()``, ``state_dict()``, ``load_state_dict()`` and ``apply()``
-    all see full parameters: in the dtype that is stored, whatever dtype a mixed-precision policy computes in,
-    and DTensors of tensor parallelism as they were before ``fully_shard``. On exit, also after an exception,
-    the same shards as before are registered, so an existing optimizer keeps working. They take over changes
-    of the full parameters: in place, through ``.data``, by replacing a parameter, or of ``requires_grad``.
+    Inside, ``module.weight``, ``parameters()``, ``state_dict()`` and ``load_state_dict()`` see full
+    parameters: in the dtype that is stored, and DTensors of tensor parallelism as they were before
+    ``fully_shard``. On exit, also after an exception, the same shards as before are registered, so an
+    existing optimizer keeps working. They take over changes of the full parameters: in place, through
+    ``.data``, by replacing a parameter, or of ``requires_grad``.
 
     Collective: all ranks must enter it, for one all-gather per group. Costs the memory of the full model (of
     one group at a time on ranks that do not see it, or on a device from which it is offloaded), and with
@@ -123,7 +122,7 @@ def unsharded(
     """
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads}
 
-    def check() -> dict[ModuleState, SummonOptions]:
+    def check() -> list[ModuleState]:
         check_flags("unsharded", **flags, offload_to_cpu=offload_to_cpu)
         if rank0_only and writeback:
             raise ValueError(
@@ -133,21 +132,19 @@ def unsharded(
         module_states = _module_states_to_change(module, "unsharded", recurse)
         if src_rank is not None:
             _check_source(src_rank, module_states, writeback, with_grads)
-        options = {
-            each: _options(each, writeback, rank0_only, offload_to_cpu, with_grads) for each in module_states
-        }
         for each in module_states:
-            check_can_summon(each.group, options[each])
-        return options
+            check_can_summon(each.group, with_grads)
+        return module_states
 
-    options = _agreed("unsharded", module, check, {**flags, "src_rank": src_rank})
+    module_states = _agreed("unsharded", module, check, {**flags, "src_rank": src_rank})
     summoned: list[SummonedGroup] = []
     has_failed = True
     try:
         with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
-            for module_state in options:
-                module_state.root.hand_over(module_state.group, "unsharded")
-                summoned.append(SummonedGroup(module_state.group, options[module_state]))
+            for module_state in module_states:
+                group = module_state.group
+                module_state.root.hand_over(group, "unsharded")
+                summoned.append(SummonedGroup(group, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
         has_failed = False
     finally:
@@ -156,7 +153,7 @@ def unsharded(
         try:
             if writeback and not has_failed:
                 with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
-                    _make_changes_equal(summoned, list(options), src_rank)
+                    _make_changes_equal(summoned, module_states, src_rank)
             if src_rank is None or not has_failed:
                 problems = [problem for each in summoned for problem in each.write_back()]
                 if problems and not has_failed:
@@ -245,7 +242,10 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     module_states = _agreed("inference", model, check, {"budget_bytes": budget_bytes})
     left = math.inf if budget_bytes is None else budget_bytes
     with ExitStack() as stack:
-        for root, groups in _by_root(module_states).items():
+        by_root: dict[Root, list[ParameterGroup]] = {}
+        for module_state in module_states:
+            by_root.setdefault(module_state.root, []).append(module_state.group)
+        for root, groups in by_root.items():
             left -= begin_inference(root, groups, left)
             stack.callback(end_inference, root)
         with torch.no_grad():
@@ -277,18 +277,3 @@ def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> 
     for module_state in module_states:
         module_state.root.refuse_at_work(caller, module_state.group)
     return module_states
-
-
-def _options(
-    module_state: ModuleState, writeback: bool, rank0_only: bool, to_host: bool, with_grads: bool
-) -> SummonOptions:
-    ranks = module_state.group.mesh.mesh.mesh
-    is_shown = not rank0_only or dist.get_rank() == int(ranks.min())
-    return SummonOptions(writeback, is_shown, to_host, with_grads)
-
-
-def _by_root(module_states: list[ModuleState]) -> dict[Root, list[ParameterGroup]]:
-    found: dict[Root, list[ParameterGroup]] = {}
-    for module_state in module_states:
-        found.setdefault(module_state.root, []).append(module_state.group)
-    return found

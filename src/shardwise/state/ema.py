@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.arguments import check_floating
 from shardwise.engine.module_state import module_states_at_rest
 from shardwise.layout.fqns import listed
-from shardwise.state.names import check_at_rest, parameters_of
+from shardwise.state.names import check_at_rest, each_once, parameters_of
 from shardwise.torch_compat import dtensor, foreach
 
 
@@ -139,24 +139,12 @@ class EMA:
                 "returned."
             )
         loaded = state["averages"]
-        wrong = [name for name in self._averages if name not in loaded] + [
-            name
-            for name, value in loaded.items()
-            if name not in self._averages or value.shape != self._averages[name].shape
-        ]
-        if wrong:
+        own, theirs = _forms(self._averages), _forms(loaded)
+        if wrong := [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]:
             raise ValueError(
-                f"EMA.load_state_dict: {listed(wrong)} are on one side only, or of another shape. Make the "
-                "EMA of a model with the same trainable parameters."
-            )
-        averages = self._averages.items()
-        plain = [
-            name for name, own in averages if isinstance(own, DTensor) != isinstance(loaded[name], DTensor)
-        ]
-        if plain:
-            raise ValueError(
-                f"EMA.load_state_dict: {listed(plain)} are whole tensors where the average is a DTensor, or "
-                "the other way round. Save and load the EMA as states={'ema': ema} of save_checkpoint and "
+                f"EMA.load_state_dict: {listed(wrong)} are on one side only, of another shape, or whole on "
+                "one side and a DTensor on the other. Make the EMA of a model with the same trainable "
+                "parameters; and save and load it as states={'ema': ema} of save_checkpoint and "
                 "load_checkpoint, which cut whole values."
             )
         for name, value in loaded.items():
@@ -188,11 +176,11 @@ class EMA:
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
     """Floating-point parameters, each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, param in parameters_of(model):
-        if param.is_floating_point():
-            found.setdefault(id(param), (name, param))
-    return dict(found.values())
+    return each_once((name, param) for name, param in parameters_of(model) if param.is_floating_point())
+
+
+def _forms(averages: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: (value.shape, isinstance(value, DTensor)) for name, value in averages.items()}
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

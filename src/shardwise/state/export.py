@@ -29,7 +29,7 @@ from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
 from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, entries_of
+from shardwise.state.names import check_at_rest, each_once, entries_of
 
 SHARD_BYTES = 1 << 30
 """The size of a file, and what a rank holds to write it."""
@@ -78,7 +78,7 @@ def save_safetensors(
         check_at_rest(model, "save_safetensors")
         _check_arguments(directory, max_shard_bytes, dtype, metadata)
         import_safetensors()
-        tensors = _tensors_of(model)
+        tensors = each_once((entry.name, entry.value) for entry in entries_of(model) if entry.is_tensor)
         dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
         _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
         return tensors, _plan(tensors, dtypes, max_shard_bytes)
@@ -91,7 +91,6 @@ def save_safetensors(
     job = _Job(Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
-        job.run_on_all_ranks(job.refuse_other_files)
         job.run_on_all_ranks(job.prepare)
         for start in range(0, len(files), len(ranks)):
             own: list[tuple[_File, dict[str, Tensor]]] = []
@@ -133,15 +132,6 @@ def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
         raise TypeError(f"save_safetensors: the format has no dtype for {listed(unknown)}.")
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors by name; a tied one under its first name."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for entry in entries_of(model):
-        if entry.is_tensor:
-            first.setdefault(id(entry.value), (entry.name, entry.value))
-    return dict(first.values())
-
-
 def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:
     """Distribute the tensors, in order, over files."""
     names, values = list(tensors), list(tensors.values())
@@ -170,40 +160,35 @@ class _Job:
         def told() -> None:
             try:
                 act()
+            except FileExistsError:
+                raise
             except OSError as error:
-                if isinstance(error, FileExistsError):
-                    raise
-                raise RuntimeError(self._told(error)) from error
+                free = ""
+                if self._directory.exists():
+                    free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
+                raise RuntimeError(
+                    f"save_safetensors: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
+                ) from error
 
         run_on_all_ranks(self._axes, self._device, told, says_rank=False)
 
-    def _told(self, error: OSError) -> str:
-        free = ""
-        if self._directory.exists():
-            free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
-        return f"save_safetensors: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
-
-    def refuse_other_files(self) -> None:
-        """Refuse files of another model, which could be confused with this one."""
+    def prepare(self) -> None:
+        """Make a folder for incomplete files; refuse those of another model, which could be confused."""
+        if not self._is_first:
+            return
         if found := sorted([*self._directory.glob("*.safetensors"), *self._directory.glob(INDEX)]):
             raise FileExistsError(
                 f"save_safetensors: {self._directory} has {found[0].name} in it already, and two models in "
                 "one folder could be mixed up. Choose an empty folder, or delete the old files first."
             )
-
-    def prepare(self) -> None:
-        """Make a folder for incomplete files."""
-        if self._is_first:
-            self.clear()  # of a save that died
-            self._partial.mkdir(parents=True)
+        self.clear()  # of a save that died
+        self._partial.mkdir(parents=True)
 
     def write(self, own: list[tuple[_File, dict[str, Tensor]]], header: dict[str, str]) -> None:
         """Write the files of this rank, and sync them to disk."""
         from safetensors.torch import save_file
 
-        mode = (
-            self._partial.stat().st_mode & 0o666
-        )  # by the umask, as of any other file; save_file makes 0600
+        mode = self._partial.stat().st_mode & 0o666  # by the umask; save_file makes 0600
         for file, tensors in own:
             save_file(tensors, self._partial / file.name, header)
             (self._partial / file.name).chmod(mode)

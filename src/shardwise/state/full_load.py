@@ -209,8 +209,7 @@ class _Load:
 
     def _check(self, facts: Mapping[str, ShapeAndDtype]) -> None:
         """Check everything that is known before anything is written."""
-        self._targets.expect(facts)
-        self._targets.check_complete()
+        self._targets.expect(facts, is_all=True)
         self._refuse_lost()
 
     def _refuse_lost(self) -> None:

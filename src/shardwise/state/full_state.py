@@ -13,7 +13,7 @@ from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_given, axes_of_model, device_of_model
-from shardwise.state.names import check_at_rest, entries_of, parameters_of
+from shardwise.state.names import check_at_rest, each_once, entries_of, parameters_of
 from shardwise.state.optimizer_state import full_optimizer_state
 
 State = dict[str, Any]
@@ -143,10 +143,7 @@ def _told_names(names: Any) -> Any:
 def _chosen(model: nn.Module, names: Collection[str] | None) -> list[tuple[str, nn.Parameter]]:
     every = list(parameters_of(model))
     if names is None:
-        first: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, param in every:
-            first.setdefault(id(param), (name, param))
-        return list(first.values())
+        return list(each_once(every).items())
     if isinstance(names, str):
         raise TypeError("iter_full_parameters: names is a string; pass a collection of names.")
     if unknown := sorted(set(names) - {name for name, _ in every}):

@@ -63,59 +63,43 @@ class LoadTargets:
 
     where: str  # the caller, for messages
     entries: Mapping[str, StateEntry]
-    is_strict: bool
+    is_strict: bool | None  # None: always, the caller has no choice
     converts: bool
+    error: type[Exception] = RuntimeError
     came: dict[str, None] = field(default_factory=dict)  # dicts, for the order
     unexpected: dict[str, None] = field(default_factory=dict)
     converted: dict[str, None] = field(default_factory=dict)
     whole: dict[str, Any] = field(default_factory=dict)  # key -> what only load_state_dict can put in place
 
-    def expect(self, facts: Mapping[str, ShapeAndDtype]) -> None:
-        """Record what will be loaded; refuse what does not fit.
-
-        Raises:
-            RuntimeError: naming all that is wrong.
-        """
+    def expect(self, facts: Mapping[str, ShapeAndDtype], is_all: bool = False) -> None:
+        """Record what will be loaded; refuse what does not fit, and if ``is_all``, what is missing."""
         problems: list[str] = []
+        dtypes: list[str] = []
         for name, found in facts.items():
             entry = self.entries.get(name)
             if entry is None:
                 self.unexpected[name] = None
-            elif problem := self._unfit(name, found, entry):
+                continue
+            self.came[name] = None
+            if problem := _misfit(name, found, entry):
                 problems.append(problem)
-            else:
-                self.came[name] = None
-        if self.is_strict and self.unexpected:
+            elif entry.is_tensor and found.dtype != entry.value.dtype:
+                self.converted[name] = None
+                if not (self.converts and _are_floating(found.dtype, entry.value.dtype)):
+                    dtypes.append(f"{name} is of {found.dtype} there and of {entry.value.dtype} here")
+        if dtypes:
             problems.append(
-                f"unexpected in the source: {listed(self.unexpected)}, which this model does not have (pass "
-                "strict=False to pass over them)"
+                f"dtypes differ: {listed(dtypes)} (pass convert_dtype=True to convert floating-point values)"
             )
-        self.refuse(problems)
+        if self.is_strict is not False and self.unexpected:
+            hint = " (pass strict=False to pass over them)" if self.is_strict else ""
+            problems.append(f"unexpected in the source: {listed(self.unexpected)}{hint}")
+        self.refuse([*problems, *(self._missing_problems() if is_all else ())])
 
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
         if problems:
-            raise RuntimeError(f"{self.where}: {listed(problems, separator='; ')}.")
-
-    def _unfit(self, name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
-        if entry.is_tensor != (found.shape is not None):
-            return f"{name} is a tensor on one side only"
-        if not entry.is_tensor:
-            return None
-        shape, dtype = tuple(entry.value.shape), entry.value.dtype
-        is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
-        if found.shape != shape and not is_of_module:
-            return f"{name} has shape {found.shape} in the source, where the model has {shape}"
-        if found.dtype == dtype:
-            return None
-        are_numbers = found.dtype is not None and found.dtype.is_floating_point and dtype.is_floating_point
-        if not (self.converts and are_numbers):
-            return (
-                f"{name} is of {found.dtype} in the source, where the model has {dtype} (pass "
-                "convert_dtype=True to convert floating-point values)"
-            )
-        self.converted[name] = None
-        return None
+            raise self.error(f"{self.where}: {listed(problems, separator='; ')}.")
 
     def missing(self) -> list[str]:
         """Names that did not come; a tied tensor is there if it came under another name."""
@@ -127,33 +111,26 @@ class LoadTargets:
         ]
 
     def check_complete(self) -> None:
-        """Refuse, if strict, that names are missing; without values of their own they always are.
+        """Refuse, if strict, that names are missing; without values of their own they always are."""
+        self.refuse(self._missing_problems())
 
-        Raises:
-            RuntimeError: naming them.
-        """
+    def _missing_problems(self) -> list[str]:
         missing = self.missing()
         empty = [
             name for name in missing if self.entries[name].is_tensor and self.entries[name].value.is_meta
         ]
-        problems = []
-        if self.is_strict and missing:
-            problems.append(
-                f"missing in the source: {listed(missing)} (pass strict=False to keep what the model has)"
-            )
-        elif empty:
-            problems.append(
+        if self.is_strict is not False and missing:
+            hint = " (pass strict=False to keep what the model has)" if self.is_strict else ""
+            return [f"missing in the source: {listed(missing)}{hint}"]
+        if empty:
+            return [
                 f"missing in the source, and without values in the model: {listed(empty)} (call "
                 "shardwise.materialize(model) first, for initial values)"
-            )
-        self.refuse(problems)
+            ]
+        return []
 
     def refuse_broken_ties(self, read: Callable[[str], Any]) -> None:
-        """Refuse different values for names that are tied in the model.
-
-        Raises:
-            RuntimeError: naming both.
-        """
+        """Refuse different values for names that are tied in the model."""
         first: dict[int, str] = {}
         for name in self.came:
             entry = self.entries[name]
@@ -204,18 +181,37 @@ class LoadTargets:
         (whole.view(1) if not shape else whole)[start : start + len(rows)].copy_(rows)
 
 
+def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
+    if entry.is_tensor != (found.shape is not None):
+        return f"{name} is a tensor on one side only"
+    is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
+    if not entry.is_tensor or is_of_module or found.shape == tuple(entry.value.shape):
+        return None
+    return f"{name} has shape {found.shape} there and {tuple(entry.value.shape)} here"
+
+
+def _are_floating(*dtypes: torch.dtype | None) -> bool:
+    return all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
+
+
 def _broken_tie(one: str, other: str) -> str:
-    return f"{one} and {other} are tied in the model, but differ in the source"
+    return (
+        f"{one} and {other} are tied in the model, but differ in the source (untie them, or load into a "
+        "model without the tie and copy the one that you want)"
+    )
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _digest(value: Tensor) -> bytes:
-    """Of the bits."""
-    contents = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    contents = _bits(value.cpu())
     return sha256(repr((value.shape, value.dtype)).encode() + contents.numpy().tobytes()).digest()
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    return memory_of(left) == memory_of(right) or torch.equal(left, right)
+    return memory_of(left) == memory_of(right) or torch.equal(_bits(left), _bits(right))
 
 
 @dataclass(frozen=True)
@@ -280,12 +276,7 @@ def load_everywhere(targets: LoadTargets, source: FullSource) -> None:
 def load_from_one(
     targets: LoadTargets, pairs: Pairs | None, broadcast: Broadcast, device: torch.device, limit: int
 ) -> None:
-    """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None.
-
-    Raises:
-        RuntimeError: something that has come does not fit, or reading failed on that rank; what came before
-            it is written.
-    """
+    """The rank that has ``pairs`` sends them to all, ``limit`` bytes at a time. Others pass None."""
     messages = None if pairs is None else _messages(targets.without_repeats(pairs), limit)
     transfer = _RowTransfer(targets, broadcast, device)
     while True:

@@ -40,12 +40,7 @@ def import_safetensors() -> Any:
 
 
 class ModelFiles:
-    """Open safetensors files. Headers are read when they are opened, values slice by slice.
-
-    Raises:
-        RuntimeError: naming the file, and what it should hold.
-        ImportError: the package safetensors is missing.
-    """
+    """Open safetensors files. Headers are read when they are opened, values slice by slice."""
 
     def __init__(self, source: Paths, stack: ExitStack) -> None:
         """``stack`` closes them."""

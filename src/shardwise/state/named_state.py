@@ -74,12 +74,7 @@ def is_elsewhere(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
 
 
 def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
-    """The state of `optimizers` by the names of parameters; nothing is copied.
-
-    Raises:
-        ValueError: an optimizer has parameters that are not the model's, or a state that cannot be put
-            together from what ranks have.
-    """
+    """The state of `optimizers` by the names of parameters; nothing is copied."""
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     owned: set[Tensor] = set()

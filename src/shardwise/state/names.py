@@ -4,9 +4,9 @@ Wrappers (``torch.compile``, checkpointed blocks) add parts to names. Saved stat
 model loads what was saved with other wrappers or without.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,8 @@ from shardwise.engine.module_state import module_states_at_rest
 from shardwise.groups.shards import meta_message
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean
+
+_TensorT = TypeVar("_TensorT", bound=Tensor)
 
 
 def canonical(name: str, model: nn.Module) -> str:
@@ -60,14 +62,16 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield canonical(name, model), param
 
 
-def check_at_rest(model: nn.Module, caller: str) -> None:
-    """Refuse a model in a forward or backward, or without values.
+def each_once(named: Iterable[tuple[str, _TensorT]]) -> dict[str, _TensorT]:
+    """Tensors by the first of their names."""
+    first: dict[int, tuple[str, _TensorT]] = {}
+    for name, tensor in named:
+        first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
 
-    Raises:
-        TypeError: it is no module.
-        RuntimeError: called in a forward or backward, inside ``unsharded``, on the meta device, or partly
-            loaded.
-    """
+
+def check_at_rest(model: nn.Module, caller: str) -> None:
+    """Refuse a model in a forward or backward, or without values."""
     module_states_at_rest(caller, model)
     on_meta = [name for name, param in parameters_of(model) if param.is_meta]
     if on_meta:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.layout.fqns import counted, listed
+from shardwise.layout.fqns import listed
 from shardwise.optim.offload import _StateMover
 from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.named_state import (
@@ -100,11 +100,7 @@ def plan_groups(
 def plan_optimizers(
     saved: SavedState, optimizers: Optimizers, names: Names, strict: bool = True
 ) -> list[OptimizerPlan]:
-    """How ``saved`` fits the optimizers.
-
-    Raises:
-        ValueError: it does not; see ``plan_groups``.
-    """
+    """How ``saved`` fits the optimizers."""
     plans = [OptimizerPlan(groups) for groups in plan_groups(saved, optimizers, names, strict)]
     for optimizer, plan in zip(optimizers, plans, strict=True):
         for number, param in enumerate(parameters_of(optimizer)):
@@ -129,8 +125,8 @@ def _refuse_other_parameters(saved: SavedState, optimizers: Optimizers, names: N
         for name in dict.fromkeys([*saved.group_of, *saved.state])
         if name not in ours and (name in of_model or not saved.is_checkpoint)
     ]
-    lines = [f"not saved: {counted(missing)}"] if missing else []
-    lines += [f"saved only: {counted(unexpected)}"] if unexpected else []
+    lines = [f"not saved: {listed(missing)}"] if missing else []
+    lines += [f"saved only: {listed(unexpected)}"] if unexpected else []
     if lines:
         advice = " strict=False leaves those as they are that are missing." if saved.is_checkpoint else ""
         raise ValueError(

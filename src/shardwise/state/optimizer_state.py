@@ -23,6 +23,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, gather_from_all, own_rank
+from shardwise.ranks.replicas import broadcast_tensors
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
     StatePath,
@@ -45,13 +46,7 @@ REKEY = "rekey_optimizer_state_dict"
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, owner: int | None, cpu: bool
 ) -> State:
-    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks.
-
-    Raises:
-        TypeError: it is no optimizer.
-        ValueError: it has parameters that are not the model's, or a state that cannot be put together from
-            what ranks have. All ranks raise.
-    """
+    """The full state by name, on global rank ``owner`` or everywhere; {} on other ranks."""
 
     def own() -> State:
         _own_names(model, optimizer, "full_state_dict")
@@ -77,17 +72,17 @@ def _from_owners(owned: State, axes: Sequence[Axis], device: torch.device) -> St
         missing = {name: values for name, values in outline.items() if not joint.get(name)}
         broadcast = Broadcast(axes, rank, device)
 
-        def sent(place: StatePath, leaf: Any, broadcast: Broadcast = broadcast) -> Any:
+        def whole(place: StatePath, leaf: Any, is_source: bool = broadcast.is_source) -> Any:
             if not isinstance(leaf, ShapeAndDtype):
                 return leaf
-            if broadcast.is_source:
-                whole = own[place].detach().to(device).contiguous()
-            else:
-                whole = torch.empty(leaf.shape or (), dtype=leaf.dtype, device=device)
-            broadcast.tensor(whole)
-            return whole
+            if is_source:
+                return own[place].detach().to(device)
+            return torch.empty(leaf.shape or (), dtype=leaf.dtype, device=device)
 
-        joint |= mapped(missing, sent)
+        found = mapped(missing, whole)
+        tensors = [tensor for _, tensor in leaves(found) if isinstance(tensor, Tensor)]
+        broadcast_tensors(tensors, broadcast, device)
+        joint |= found
     return joint
 
 
@@ -208,11 +203,7 @@ def rekey_optimizer_state_dict(
 def _by_name(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, caller: str
 ) -> State:
-    """``state`` with parameters by names without wrappers, however it has them.
-
-    Raises:
-        RuntimeError: it is no state of an optimizer.
-    """
+    """``state`` with parameters by names without wrappers, however it has them."""
     own = _own_names(model, optimizer, caller)
     _check_form(state, caller)
     keys = [key for group in state["param_groups"] for key in group["params"]]
@@ -250,34 +241,28 @@ def _names_by_id(ids: list[int], names: list[str], caller: str) -> dict[int, str
 
 
 def _check_form(state: Any, caller: str) -> None:
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise RuntimeError(
-            f"{caller}: state is {_kind_of(state)}, where the state of an optimizer has 'state' and "
-            "'param_groups'."
+    def are_groups(groups: Any) -> bool:
+        return isinstance(groups, (list, tuple)) and all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
         )
-    values, groups = state["state"], state["param_groups"]
-    if not isinstance(values, Mapping):
-        raise RuntimeError(f"{caller}: 'state' is {_kind_of(values)}, where a dict by parameter is expected.")
-    if odd := [key for key, each in values.items() if not isinstance(each, Mapping)]:
-        raise RuntimeError(
-            f"{caller}: 'state' of {listed(map(str, odd))} is {_kind_of(values[odd[0]])}, where a dict is "
-            "expected."
+
+    def are_states(states: Any) -> bool:
+        return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
+
+    is_dict = isinstance(state, Mapping)
+    if not (is_dict and are_states(state.get("state")) and are_groups(state.get("param_groups"))):
+        found = (
+            f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
+            if is_dict
+            else f"a {type(state).__name__}"
         )
-    if not isinstance(groups, (list, tuple)) or not all(map(_is_group, groups)):
-        raise RuntimeError(f"{caller}: 'param_groups' is to be a list of dicts with 'params' in each.")
-    keys = [*values, *(key for group in groups for key in group["params"])]
+        raise RuntimeError(
+            f"{caller}: state is {found}, where the state of an optimizer has 'state', a dict for each "
+            "parameter, and 'param_groups', a list of dicts with 'params' in each."
+        )
+    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
         raise RuntimeError(f"{caller}: parameters go by names or by ids, but not by both in one state.")
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
-
-
-def _kind_of(state: Any) -> str:
-    if isinstance(state, Mapping):
-        return f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
-    return f"a {type(state).__name__}"
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -333,7 +318,7 @@ class _OptimizerLoad:
                 if target is None:  # another rank has it whole; all take part in sending it
                     target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
                 entries[_label(place)] = StateEntry(_label(place), "", target, True)
-        self.targets = LoadTargets(LOAD, entries, is_strict=True, converts=False)
+        self.targets = LoadTargets(LOAD, entries, is_strict=None, converts=False)
 
     def finish(self) -> None:
         """Have the optimizer go on with it."""

@@ -34,23 +34,8 @@ from shardwise.ranks.replicas import Checksums, Claim, broadcast_tensors
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
-@dataclass(frozen=True)
-class SummonOptions:
-    """``is_shown``: this rank gets full parameters; else it only takes part in the all-gathers."""
-
-    writes_back: bool
-    is_shown: bool
-    to_host: bool
-    with_gradients: bool
-
-
-def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
-    """Refuse before anything has been unsharded.
-
-    Raises:
-        RuntimeError: the group is summoned already, or gradients wait that ``.grad`` does not show.
-        NotImplementedError: it has tensor subclasses that only all-gather themselves.
-    """
+def check_can_summon(group: ParameterGroup, with_gradients: bool) -> None:
+    """Refuse before anything has been unsharded."""
     group.refuse_if_summoned("another unsharded()")
     for bucket in group.buckets:
         if isinstance(bucket, ExtensionBucket):
@@ -59,7 +44,7 @@ def check_can_summon(group: ParameterGroup, options: SummonOptions) -> None:
                 "all-gathers itself in the form in which it is computed with; what is stored of it cannot be "
                 "put together. Shard it in a module of its own and leave that out with recurse=False."
             )
-    if options.with_gradients and group.gradients.state is not EMPTY:
+    if with_gradients and group.gradients.state is not EMPTY:
         waiting = [p.fqn for p in group.shards.params if p.is_deferred]
         raise RuntimeError(
             f"unsharded(with_grads=True): gradients of {', '.join(waiting[:4]) or group.name} wait to be "
@@ -172,9 +157,13 @@ class _SummonedParam:
 class SummonedGroup:
     """The summoned parameters of one group: until ``end``; then ``write_back`` and ``release``."""
 
-    def __init__(self, group: ParameterGroup, options: SummonOptions) -> None:
+    def __init__(
+        self, group: ParameterGroup, writeback: bool, rank0_only: bool, to_host: bool, with_gradients: bool
+    ) -> None:
         self._group = group
-        self._options = options
+        self._writes_back, self._to_host, self._with_gradients = writeback, to_host, with_gradients
+        # Ranks that do not get full parameters only take part in the all-gathers.
+        self._is_shown = not rank0_only or dist.get_rank() == int(group.mesh.mesh.mesh.min())
         self.summoned: list[_SummonedParam] = []
         group.adopt_changes()
         group.unsharded.step("summon")
@@ -195,11 +184,11 @@ class SummonedGroup:
 
     def _summon(self, bucket: Bucket) -> Iterator[_SummonedParam]:
         values = all_gather_tensors(bucket, bucket.flat_shard.bytes, bucket.stored)
-        checksums, compares = Checksums(), self._options.writes_back
+        checksums = Checksums()
         gradients: list[Tensor | None] = [None] * len(values)
-        if self._options.with_gradients:
+        if self._with_gradients:
             gradients = _full_gradients(bucket)
-        if not self._options.is_shown:
+        if not self._is_shown:
             return
         rows = zip(bucket.params, bucket.stored.slots, values, gradients, strict=True)
         for param, slot, value, gradient in rows:
@@ -218,13 +207,13 @@ class SummonedGroup:
                 tensor_impl.version(full),
                 own,
                 0 if own is None else tensor_impl.version(own),
-                param.local.detach().clone() if self._options.writes_back else None,
+                param.local.detach().clone() if self._writes_back else None,
                 param.sharded.grad,
-                checksums.of(dtensor.plain(full)) if compares and param.mesh.axes() else None,
+                checksums.of(dtensor.plain(full)) if self._writes_back and param.mesh.axes() else None,
             )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._options.to_host else tensor
+        return tensor.cpu() if self._to_host else tensor
 
     def end(self) -> None:
         """Note what the caller leaves, and register the sharded parameters again. Never raises."""
@@ -245,7 +234,7 @@ class SummonedGroup:
             if param.compares and axes:
                 ranks = tuple(param.mesh.mesh.mesh.flatten().tolist())
                 claims.append(Claim(param.fqn, axes, ranks, each.change(checksums)))
-                if self._options.with_gradients:
+                if self._with_gradients:
                     number = each.change_of_gradient(checksums)
                     claims.append(Claim(f"{param.fqn}.grad", axes, ranks, number))
         return claims
@@ -256,7 +245,7 @@ class SummonedGroup:
         with torch.inference_mode(False), torch.no_grad():
             for summoned in self.summoned:
                 try:
-                    problems += summoned.write_back(self._options.with_gradients)
+                    problems += summoned.write_back(self._with_gradients)
                 except Exception as error:
                     problems.append(f"{summoned.param.fqn}: {error}")
         return problems
@@ -269,11 +258,7 @@ class SummonedGroup:
 
 @torch.no_grad()
 def broadcast_changes(groups: Sequence[SummonedGroup], src_rank: int) -> None:
-    """Replace what each rank has made of the full parameters by what ``src_rank`` has. Collective.
-
-    Raises:
-        RuntimeError: on all ranks, if what it has cannot be taken over.
-    """
+    """Replace what each rank has made of the full parameters by what ``src_rank`` has. Collective."""
     by_mesh: dict[DeviceMesh, list[_SummonedParam]] = {}
     for group in groups:
         for each in group.summoned:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.dry_run.step import PHASES, Step
+from shardwise.dry_run.step import Step
 from shardwise.layout.text_tables import ruled, unit_for
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.strategies.overrides import Overrides
@@ -43,9 +43,7 @@ class Trial:
         cls, strategy: str, kept: tuple[tuple[str, ...], ...], shape: dict[str, int], step: Step
     ) -> "Trial":
         """The figures of a step."""
-        phase = max(PHASES, key=lambda each: step.peak(each).num_bytes)
-        peak = step.peak(phase)
-        group = step.where(peak.time)
+        peak, where = step.highest()
         begin, end = step.phase("forward")
         entered = [
             mark.removeprefix("forward ")
@@ -57,7 +55,7 @@ class Trial:
             strategy,
             kept,
             peak.num_bytes,
-            phase if group in PHASES else f"{phase} of {group}",
+            where,
             sent=sum(step.sent.values()),
             # Of two dimensions, what a host sends to others counts.
             exposed=sum(step.sent.values())

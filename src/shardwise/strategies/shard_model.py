@@ -17,6 +17,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, cast
@@ -335,22 +336,21 @@ def _rehearse(
 
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
     """Warn if most of the model is in the root's group, with parameters that tie groups together."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for owner, modules in own.items():
-        for param in {param for module in modules for param in module.parameters(recurse=False)}:
-            if id(param) not in ignored:
-                owners.setdefault(param, []).append(owner)
-    names = {param: clean(name) for name, param in model.named_parameters()}
-    kept = {names[p]: p.numel() for p, found in owners.items() if found[0] is model or len(found) > 1}
-    total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
-    if 2 * sum(kept.values()) <= total:
+    shares = {
+        owner: {param for module in modules for param in module.parameters(recurse=False)}
+        for owner, modules in own.items()
+    }
+    num_groups = Counter(param for share in shares.values() for param in share if id(param) not in ignored)
+    kept = {param: param.numel() for param, n in num_groups.items() if n > 1 or param in shares[model]}
+    numel, total = sum(kept.values()), sum(param.numel() for param in num_groups)
+    if 2 * numel <= total:
         return
-    largest = sorted(kept, key=lambda name: -kept[name])[:3]
-    numel = sum(kept.values())
+    names = {param: clean(name) for name, param in model.named_parameters()}
+    largest = sorted(kept, key=lambda param: -kept[param])[:3]
     warnings.warn(
         f"shard_model: the root's own group keeps {numel:,} of {total:,} parameters, {numel / total:.0%}. "
         "They are communicated in one piece, with little to overlap it, and are all in memory through "
-        f"forward and backward. The largest are {', '.join(largest)}. Choose the modules they are in with "
-        "wrap=.",
+        f"forward and backward. The largest are {', '.join(names[param] for param in largest)}. Choose the "
+        "modules they are in with wrap=.",
         stacklevel=4,  # over the frame of the decorator
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Lock, get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,12 +132,18 @@ def reduce_scatter_coalesced(
     return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
 
 
+def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
+    """The back end for ``device`` in ``pg``; None of a process group that is written in Python."""
+    try:
+        return pg._get_backend(device)
+    except (RuntimeError, AttributeError, TypeError):
+        return None
+
+
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
     """The back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
-    try:
-        return pg._get_backend(device).name().lower()
-    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
-        return str(dist.get_backend(pg)).lower()
+    backend = _backend_of(pg, device)
+    return str(dist.get_backend(pg) if backend is None else backend.name()).lower()
 
 
 _NCCL = {"nccl", "nccl2", "nccl-legacy", "nccl-lazy"}
@@ -252,13 +259,12 @@ def _without_split() -> Iterator[None]:
 def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     """Have the members of ``pg`` connect now. Back ends such as NCCL otherwise do so at the first collective,
     which may be in the middle of other communication; there is no public way to ask for it."""
-    try:
-        backend = pg._get_backend(device)
-    except (RuntimeError, AttributeError, TypeError):  # a process group that is written in Python
-        return
+    backend = _backend_of(pg, device)
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
-    elif is_nccl(pg, device):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+    elif backend is not None and is_nccl(
+        pg, device
+    ):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
@@ -417,33 +423,21 @@ class _OwnWorld:
     """
 
     def __init__(self, others: Any) -> None:
-        mine: dict[str, Any] = {
-            name: {}
-            for name in (
-                *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
-                *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
-            )
-        }
         # Names of process groups are known to all threads: these count from where nobody comes.
-        vars(self).update(
-            _thread=get_ident(), _others=others, _mine=mine | {"default_pg": None, "group_count": 1 << 40}
-        )
-        mine["comms"] = []
+        mine = SimpleNamespace(default_pg=None, group_count=1 << 40, comms=[])
+        of_groups = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+        for name in (*of_groups, "tags_to_pg", "pg_coalesce_state"):
+            setattr(mine, name, {})
+        vars(self).update(_thread=get_ident(), _mine=mine, _others=others)
+
+    def _seen(self) -> Any:
+        return self._mine if get_ident() == self._thread else self._others
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self)
-        if get_ident() != own["_thread"]:
-            return getattr(own["_others"], name)
-        if name not in own["_mine"]:
-            raise AttributeError(name)
-        return own["_mine"][name]
+        return getattr(self._seen(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
-        if get_ident() != own["_thread"]:
-            setattr(own["_others"], name, value)
-        else:
-            own["_mine"][name] = value
+        setattr(self._seen(), name, value)
 
 
 @contextmanager

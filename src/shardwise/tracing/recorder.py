@@ -7,7 +7,8 @@ hooks of optimizers    their steps                    torch.optim
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.engine.calls import Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root
 from shardwise.groups.group import ParameterGroup
-from shardwise.observe.collectives import CollectiveCounts, count_event
+from shardwise.observe.collectives import CollectiveCounts, count_event, hear_events
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.tracing.records import (
     BACKWARD,
@@ -33,39 +34,43 @@ from shardwise.tracing.timeline import Clock, Timeline
 
 
 class Recorder:
-    """Records one trace of the groups of ``module_states``, from ``attach`` to ``detach``."""
+    """Records one trace of the groups of ``module_states``."""
 
     def __init__(self, module_states: Sequence[ModuleState], clock: Clock, *, is_aligned: bool) -> None:
         self._began = time.time()
+        self._module_states = module_states
         self._is_aligned = is_aligned
-        self.groups = {module_state.group.name: module_state.group for module_state in module_states}
-        self.timeline = Timeline(clock, self.groups)
+        self.names: dict[ParameterGroup, str] = {}
+        for module_state in module_states:
+            name = module_state.group.name
+            while name in self.names.values():  # of a model beside this one
+                name += "'"
+            self.names[module_state.group] = name
+        self.timeline = Timeline(clock, self.names)
         self.watchers = Watchers()
-        self.counts = CollectiveCounts()
+        self._counts = {group: CollectiveCounts() for group in self.names}
         roots = dict.fromkeys(module_state.root for module_state in module_states)
         self._knew_order = all(root.prefetch.forward_order.planned for root in roots)
         self._features = [TracedRoot(root, self) for root in roots]
-        self._buckets = {id(bucket) for group in self.groups.values() for bucket in group.buckets}
-        self._hooks: list[Any] = []
+        self._buckets = {id(bucket) for group in self.names for bucket in group.buckets}
         self._steps: dict[int, Any] = {}  # when the running steps of optimizers began
 
-    # --- attach and detach ------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Begin to record."""
-        for feature in self._features:
-            feature.attach()
-        self._hooks.append(register_optimizer_step_pre_hook(self._step_begins))
-        self._hooks.append(register_optimizer_step_post_hook(self._step_ended))
-
-    def detach(self) -> None:
-        """Leave the model as it was."""
-        self.timeline.is_recording = False
-        for hook in self._hooks:
-            hook.remove()
-        for feature in self._features:
-            feature.detach()
-        self.watchers.close()
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the model tells what it does; afterwards it is as it was."""
+        with ExitStack() as undo:
+            undo.callback(self.watchers.close)
+            for feature in self._features:
+                feature.root.add(feature)
+                undo.callback(feature.detach)
+                feature.trace_communication()
+            undo.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
+            undo.callback(register_optimizer_step_post_hook(self._step_ended).remove)
+            undo.enter_context(hear_events(self._module_states, self._hear))
+            try:
+                yield
+            finally:
+                self.timeline.is_recording = False
 
     def recording(self) -> Recording:
         """What was recorded, once it is over."""
@@ -74,32 +79,32 @@ class Recorder:
         timeline.memory.touch_all()
         return Recording(
             rank=own_rank(),
-            device=next(iter(self.groups.values())).device.type,
+            device=self._module_states[0].group.device.type,
             began=self._began,
             is_aligned=self._is_aligned,
             knew_order=self._knew_order,
             end_ns=timeline.clock.ns_of(ended),
             spans=tuple(timeline.spans(ended)),
             memory=tuple(timeline.memory.samples()),
-            groups=tuple(map(self._traced, self.groups.values())),
+            groups=tuple(map(self._traced, self.names)),
         )
 
     def _traced(self, group: ParameterGroup) -> TracedGroup:
-        settings, counts = group.settings, self.counts
+        settings, counts = group.settings, self._counts[group]
         is_chosen = settings.forward_prefetch is not None or settings.backward_prefetch is not None
         return TracedGroup(
-            name=group.name,
+            name=self.names[group],
             unsharded_bytes=sum(bucket.computed.unsharded_bytes for bucket in group.buckets),
             prefetch=None if is_chosen else group.policy.prefetch,
-            unshards=counts.all_gather[group.name],
-            reductions=max(counts.reduce_scatter[group.name], counts.all_reduce[group.name]),
+            unshards=counts.all_gather.total(),
+            reductions=max(counts.reduce_scatter.total(), counts.all_reduce.total()),
         )
 
     # --- what is told -----------------------------------------------------------------------------
 
-    def hear(self, event: str, group: ParameterGroup | None) -> None:
+    def _hear(self, event: str, group: ParameterGroup | None) -> None:
         """An event of a group; None: one that is not traced."""
-        name = None if group is None else group.name
+        name = None if group is None else self.names[group]
         if event == "forward":
             self.timeline.enter(FORWARD, name)
         elif event == "recompute":
@@ -108,8 +113,8 @@ class Recorder:
             self.timeline.backward(name)
         if group is not None:
             self.timeline.memory.settle()
-            count_event(self.counts, event, group)
-            self.timeline.memory.touch(group.name)
+            count_event(self._counts[group], event, group)
+            self.timeline.memory.touch(group)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -132,22 +137,17 @@ class TracedRoot(Feature):
         self._timeline = recorder.timeline
         self._streams: dict[ParameterGroup, TracedStreams] = {}
 
-    def attach(self) -> None:
-        """Begin to tell."""
-        self.root.add(self)
-        self._trace_communication()
-
     def detach(self) -> None:
-        """End it."""
+        """Leave the root and its groups as they were."""
         self.root.remove(self)
         for streams in self._streams.values():
             streams.remove()
 
-    def _trace_communication(self) -> None:
+    def trace_communication(self) -> None:
         """Once streams exist, have the groups communicate in a way that tells."""
         for group in self.root.groups:
             streams: Any = getattr(group, "streams", None)
-            if not self._is_traced(group) or streams is None:
+            if group not in self._timeline.names or streams is None:
                 continue
             traced = self._streams.get(group)
             if traced is None or streams is not traced:
@@ -157,12 +157,9 @@ class TracedRoot(Feature):
                 self._streams[group] = traced
             traced.trace_calls()
 
-    def _is_traced(self, group: ParameterGroup) -> bool:
-        return self._recorder.groups.get(group.name) is group
-
     def forward_begins(self) -> None:
         """A forward begins."""
-        self._trace_communication()
+        self.trace_communication()
         self._timeline.memory.touch_all()
         self._timeline.begin_pass(FORWARD)
 
@@ -172,11 +169,11 @@ class TracedRoot(Feature):
 
     def call_ended(self, call: Call) -> None:
         """A module has run."""
-        self._timeline.leave(call.group.name if self._is_traced(call.group) else None)
+        self._timeline.leave(self._timeline.names.get(call.group))
 
     def backward_begins(self) -> None:
         """A backward begins."""
-        self._trace_communication()
+        self.trace_communication()
         self._timeline.begin_pass(BACKWARD)
 
     def backward_ended(self) -> None:

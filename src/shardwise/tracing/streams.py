@@ -83,10 +83,11 @@ class Watchers:
 class TracedStream:
     """``inner``, as one group uses it for the collectives of ``row``."""
 
-    def __init__(self, inner: CommStream, row: str, group: str, timeline: Timeline) -> None:
+    def __init__(self, inner: CommStream, row: str, group: ParameterGroup, timeline: Timeline) -> None:
         self.inner = inner
         self._row = row
         self._group = group
+        self._name = timeline.names[group]
         self._timeline = timeline
 
     def __getattr__(self, name: str) -> Any:
@@ -97,7 +98,7 @@ class TracedStream:
         timeline = self._timeline
         if not timeline.is_recording:
             return self.inner.submit(start, users, awaited)
-        work = timeline.submitting = Marked(self._row, self._group, timeline.phase)
+        work = timeline.submitting = Marked(self._row, self._name, timeline.phase)
         run = self._start_on_host if timeline.clock.is_of_host else self._start_on_stream
         submitted = self.inner.submit(partial(run, work, start), users, awaited)
         timeline.submitting = None
@@ -110,7 +111,7 @@ class TracedStream:
     def _start_on_host(self, work: Marked, start: StartWork) -> Finish:
         with self._timeline.interrupted() as ends:
             finish = start()
-        self._timeline.add(COPIES, self._group, *ends)
+        self._timeline.add(COPIES, self._name, *ends)
         if not work.num_bytes:
             work.begin = None  # nothing travels
         return finish
@@ -137,9 +138,9 @@ class TracedStream:
             over = min(max(begin, *work.ends), end)
         if not work.num_bytes:
             over = begin
-        timeline.add(COMPUTATION, self._group, begin, over, self._row)
+        timeline.add(COMPUTATION, self._name, begin, over, self._row)
         if timeline.clock.is_of_host:
-            timeline.add(COPIES, self._group, over, end)
+            timeline.add(COPIES, self._name, over, end)
         self._timeline.memory.touch(self._group)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
@@ -148,7 +149,7 @@ class TracedStream:
         def traced() -> _V:
             begin = self._timeline.clock.mark()
             result = copy()
-            self._timeline.add(COPIES, self._group, begin, self._timeline.clock.mark())
+            self._timeline.add(COPIES, self._name, begin, self._timeline.clock.mark())
             return result
 
         return self.inner.copy_in(traced)
@@ -165,7 +166,7 @@ class TracedStreams:
         self._calls: list[tuple[Communicator, str]] = []
 
         def traced(stream: CommStream, row: str) -> TracedStream:
-            return TracedStream(stream, row, group.name, timeline)
+            return TracedStream(stream, row, group, timeline)
 
         self.all_gather = traced(inner.all_gather, ALL_GATHER)
         self.reduce_scatter = traced(inner.reduce_scatter, REDUCE_SCATTER)

@@ -7,7 +7,7 @@ Timeline    all of it, and which module computes now
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,12 +79,11 @@ class HeldMemory:
     the time of the event.
     """
 
-    def __init__(self, clock: Clock, groups: dict[str, ParameterGroup]) -> None:
+    def __init__(self, clock: Clock, groups: Iterable[ParameterGroup]) -> None:
         self._clock = clock
-        self._groups = groups
-        self._held = {name: self._measure(group) for name, group in groups.items()}
-        self._shards = sum(map(bytes_of_shards, groups.values()))
-        self._touched: dict[str, Any] = {}
+        self._held = {group: self._measure(group) for group in groups}
+        self._shards = sum(map(bytes_of_shards, self._held))
+        self._touched: dict[ParameterGroup, Any] = {}
         self._samples: list[tuple[Any, tuple[int, ...]]] = [(clock.mark(), self._sums())]
 
     @staticmethod
@@ -94,23 +93,23 @@ class HeldMemory:
     def _sums(self) -> tuple[int, ...]:
         return tuple(map(sum, zip(*self._held.values(), strict=True)))
 
-    def touch(self, name: str) -> None:
-        """What the group of this name holds changes now. Its state is settled at the next event."""
-        if name in self._groups and name not in self._touched:
-            self._touched[name] = self._clock.mark()
+    def touch(self, group: ParameterGroup) -> None:
+        """What ``group`` holds changes now. Its state is settled at the next event."""
+        if group not in self._touched:
+            self._touched[group] = self._clock.mark()
 
     def touch_all(self) -> None:
         """The caller may have changed any."""
-        for name in self._groups:
-            self.touch(name)
+        for group in self._held:
+            self.touch(group)
         self.settle()
 
     def settle(self) -> None:
         """Sample those that were touched."""
         touched, self._touched = self._touched, {}
-        for name, mark in touched.items():
-            before, self._held[name] = self._held[name], self._measure(self._groups[name])
-            if before != self._held[name]:
+        for group, mark in touched.items():
+            before, self._held[group] = self._held[group], self._measure(group)
+            if before != self._held[group]:
                 self._samples.append((mark, self._sums()))
 
     def samples(self) -> list[MemorySample]:
@@ -123,14 +122,16 @@ class HeldMemory:
 
 
 class Timeline:
-    """What happens to the groups of one trace. ``phase``: the running pass; empty between passes.
+    """What happens to the groups of one trace.
 
+    ``names``: the groups, and what they are called. ``phase``: the running pass; empty between passes.
     ``submitting``: the transfer that is being submitted to a stream; see streams.py.
     """
 
-    def __init__(self, clock: Clock, groups: dict[str, ParameterGroup]) -> None:
+    def __init__(self, clock: Clock, names: Mapping[ParameterGroup, str]) -> None:
         self.clock = clock
-        self.memory = HeldMemory(clock, groups)
+        self.names = names
+        self.memory = HeldMemory(clock, names)
         self.phase = ""
         self.is_recording = True
         self.submitting: Marked | None = None

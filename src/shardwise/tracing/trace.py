@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.layout.mesh import Axis, all_reduce_max
-from shardwise.observe.collectives import hear_events
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model
@@ -116,12 +115,8 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
         clock = _clock(module_states, axes, device)
     recorder = Recorder(module_states, clock, is_aligned=on_all_ranks)
     found = Trace()
-    try:
-        recorder.attach()
-        with hear_events(module_states, recorder.hear):
-            yield found
-    finally:
-        recorder.detach()
+    with recorder.attached():
+        yield found
     found._recording = recorder.recording()
     for module_state, work in zip(module_states, found.groups, strict=True):
         module_state.group.traced = work  # for ``explain``
