@@ -60,7 +60,7 @@ TESTS = {
     "params": ["params", "engine", "setup", "strategies/test_comm_hooks.py"],
     "buckets": ["params", "engine", "optim", "comm", "races/test_races.py"],
     "groups": ["engine", "params", "setup", "races/test_races.py", "ranks"],
-    "engine": ["engine", "ranks", "parity/test_f_composition.py", "races/test_races.py", "params", "setup"],
+    "engine": ["engine", "ranks", "parity/test_composition.py", "races/test_races.py", "params", "setup"],
     "features": [
         "engine/test_inference.py",
         "engine/test_generation.py",

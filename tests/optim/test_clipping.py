@@ -790,8 +790,8 @@ PARAM = nn.Parameter(torch.zeros(2))
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((3, 1.0), {}, "TypeError: clip_grad_norm_: expected a module, a parameter or an iterable of parameters"),
     ((None, 1.0), {}, "TypeError: clip_grad_norm_: expected a module"),
-    (([PARAM, "x"], 1.0), {}, "TypeError: clip_grad_norm_: at [1] of the iterable is a str"),
-    (({"w": PARAM}, 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is a str"),
+    (([PARAM, "x"], 1.0), {}, "TypeError: clip_grad_norm_: at [1] of the iterable is 'x', a str"),
+    (({"w": PARAM}, 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is 'w', a str"),
     ((nn.Linear(1, 1).named_parameters(), 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is a"),
     (([PARAM], "1"), {}, "TypeError: clip_grad_norm_: max_norm is '1', a str"),
     (([PARAM], None), {}, "TypeError: clip_grad_norm_: max_norm is None"),
