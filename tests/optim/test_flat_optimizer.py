@@ -1228,7 +1228,7 @@ ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter 
 ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
 ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
 ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
-TypeError: FlatOptimizer: elementwise is 1; pass True or False.
+TypeError: FlatOptimizer: elementwise is 1, an int; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
 ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, and schedulers from it.""",
