@@ -1,6 +1,6 @@
-"""What a caller may choose for a parameter group: values only, without behaviour of their own.
+"""The choices a caller makes for a parameter group: plain values, without behaviour.
 
-The library reads policies by attribute, never by class, so torch's own policy objects work as well.
+The library reads policies by attribute, never by class, so torch's policy objects work as well.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class DataParallelMeshDimsLike(Protocol):
 
 
 class ShardPlacementResultLike(Protocol):
-    """What ``shard_placement_fn`` may return instead of a ``Shard``: this library's class or torch's."""
+    """A result of ``shard_placement_fn`` other than a ``Shard``: this library's class or torch's."""
 
     @property
     def placement(self) -> Shard | None: ...
@@ -83,24 +83,23 @@ class MixedPrecisionPolicy:
             (default): the parameters' own.
         reduce_dtype: dtype in which gradients are summed over the ranks. None (default): that of the full
             gradients.
-        output_dtype: dtype to cast floating-point outputs of forward to. None (default) leaves them.
+        output_dtype: dtype of floating-point outputs of forward. None (default) leaves them as they are.
         cast_forward_inputs: True (default) casts floating-point inputs of forward to ``param_dtype``.
         param_dtype_override_fn: a function of a parameter, called once for each by ``fully_shard``. It
             returns the parameter's own dtype to compute with it in that dtype, and None or ``param_dtype``
             otherwise, and must return the same on all ranks. It changes neither the dtype in which gradients
             are reduced nor how inputs are cast.
-        accumulate_dtype: dtype in which full gradients accumulate, within a backward and over microbatches
-            without synchronisation; while they wait they take their memory in this dtype. None (default):
-            ``reduce_dtype``, or else the dtype of the full parameter.
+        accumulate_dtype: dtype in which full gradients accumulate, and are stored, within a backward and over
+            microbatches without synchronisation. None (default): ``reduce_dtype``, or else the dtype of the
+            full parameter.
         buffer_dtype: dtype to which ``fully_shard`` casts floating-point buffers. None (default) leaves them.
         keep_low_precision_grads: True leaves ``.grad`` of the shards in ``reduce_dtype``, and the optimizer
             must accept that. False (default) casts it to the parameter's dtype.
         full_precision: parameters that stay in their own dtype, though in the same group. Either a module
-            class, or a tuple of classes: such modules have their floating-point inputs cast to the dtype of
-            their parameters, and their outputs cast back. Or a predicate ``(name, module, parameter) ->
-            bool``, where ``module`` is the one that registers the parameter: its code then has to handle
-            the mixed dtypes itself. A tied parameter stays if it does at any of the places that this call
-            contains.
+            class or a tuple of classes: floating-point inputs of such modules are cast to the dtype of
+            their parameters, and their outputs are cast back. Or a predicate ``(name, module, parameter) ->
+            bool``, where ``module`` is the one that registers the parameter and must handle the mixed
+            dtypes itself. A tied parameter stays in its dtype if any of its places in this call is chosen.
 
     Raises:
         TypeError: from ``fully_shard``: a field is not of the type above.
@@ -139,9 +138,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     Args:
         pin_memory: True (default) pins the host memory of shards and gradients, which other processes then
             cannot use. False makes the computation wait for the copies. Changes nothing on a CPU mesh.
-            Torch rounds each pinned buffer up to a power of two, here one for the shards and one for the
-            gradients of a group: up to twice the memory. From torch 2.13 on
-            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` has it round small buffers alone.
+            Each group has two pinned buffers, for its shards and its gradients. Torch rounds each up to a
+            power of two, which takes up to twice the memory. From torch 2.13 on
+            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` limits the rounding to small buffers.
 
     Raises:
         TypeError: from ``fully_shard``: ``pin_memory`` is not a bool.
@@ -156,12 +155,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of a mesh are data-parallel, where it has others as well.
+    """The data-parallel dimensions of a mesh that has others as well.
 
     Args:
         shard: the name of the dimension to shard over, or a tuple of names, which are flattened into one
             dimension. The first flattening creates process groups, which is collective over the root mesh:
-            if some of its ranks shard nothing, let all of them call ``mesh[names]._flatten()`` before. None
+            if some of its ranks shard nothing, have all of them call ``mesh[names]._flatten()`` first. None
             (default) shards over none: plain data parallelism.
         replicate: the name, or names, of the dimensions to replicate over. None (default) for none.
 
@@ -200,7 +199,7 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return: which dim to shard a parameter on, and over which mesh.
+    """A result of ``shard_placement_fn``: which dim to shard a parameter on, and over which mesh.
 
     Args:
         placement: ``Shard(dim)``; None means ``Shard(0)``.
@@ -225,7 +224,7 @@ class QuantizedAllGather:
 
     Sends a quarter of the bytes of float32, half of those of bfloat16. All ranks compute with the same
     rounded weights, off by at most half a scale (the largest magnitude in the block / 127); the shards, which
-    the optimizer updates, stay exact. Parameters of fewer than two dims travel as they are. Full parameters
+    the optimizer updates, stay exact. Parameters of fewer than two dims are sent unchanged. Full parameters
     that are kept between passes (strategy zero1) are all-gathered again in each.
 
     Args:
@@ -244,7 +243,7 @@ class QuantizedAllGather:
     block_size: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse a ``block_size`` that is not a size."""
+        """Refuse an invalid ``block_size``."""
         check_number("QuantizedAllGather", "block_size", self.block_size, _ELEMENTS, above=0)
 
 
@@ -261,7 +260,7 @@ class LowPrecisionReduction:
             infinite: scale the loss (``torch.amp.GradScaler``).
 
     Raises:
-        ValueError: ``dtype`` is another one.
+        ValueError: ``dtype`` is neither.
 
     Example::
 
@@ -286,12 +285,12 @@ class QuantizedReduction:
     For :func:`shardwise.strategies.register_comm_hook`.
 
     Sends a quarter of the bytes of float32. Rounding adds at most half a scale (the largest magnitude in the
-    block / 127) for each rank. A block with an infinity or NaN comes out as NaN. Gradients of parameters of
-    fewer than two dims travel as they are.
+    block / 127) for each rank. A block with an infinity or NaN becomes NaN. Gradients of parameters of
+    fewer than two dims are sent unchanged.
 
     Args:
         block_size: elements in a block (default 256).
-        error_feedback: True (default) adds to each gradient what rounding lost of the one before, so that
+        error_feedback: True (default) adds the rounding error of each gradient to the next one, so that
             errors do not accumulate over steps. Costs a bfloat16 copy of the full gradients on each rank.
 
     Raises:
@@ -307,39 +306,39 @@ class QuantizedReduction:
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse a ``block_size`` that is not a size, and an ``error_feedback`` that is not a bool."""
+        """Refuse an invalid ``block_size`` or ``error_feedback``."""
         check_number("QuantizedReduction", "block_size", self.block_size, _ELEMENTS, above=0)
         check_flags("QuantizedReduction", error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommPolicy:
-    """How the parameters and gradients of a group travel, and when.
+    """How and when the parameters and gradients of a group are communicated.
 
     Args:
         packing_limit_bytes: a parameter whose shard on one rank is smaller than this shares one packed
-            collective with the other small ones of its group, at the cost of a copy. A larger one has a
-            collective of its own, directly into its place, without a copy. None (default): the default of
-            the back end, 256 KiB on NCCL; a quarter of that for parameters above 16 MiB, whose copy would
-            take much memory, and for at most 64 parameters of a group, the largest.
+            collective with the other small ones of its group, at the cost of a copy. A larger one has its
+            own collective, directly into its place, without a copy. None (default): the default of the back
+            end, 256 KiB on NCCL; a quarter of that for parameters above 16 MiB, whose copy would take much
+            memory, and for at most the 64 largest parameters of a group.
         prefetch: how many groups are unsharded ahead of the one in use, in forward and in backward (default
-            1). At most ``prefetch + 1`` groups are unsharded at once, beside those that the caller keeps.
+            1). At most ``prefetch + 1`` groups are unsharded at once, besides those that the caller keeps.
             With 0, and in the first forward, an all-gather waits for the computation before it, whose memory
             is freed first.
         backward_prefetch: when backward prefetches. "before" (default): before it computes the gradients of
             the group in use, for the most overlap. "after": when these gradients are complete and being
             reduced, and the group in use is resharded, for less memory. "after" reshards later where some
             parameters of a group are frozen, or a nested backward (reentrant checkpointing) recomputes parts
-            of it, which the group's first backward shows. None: never.
-        max_prefetched: the largest number of prefetched groups at once, whatever asks for more,
+            of it; the group's first backward detects this. None: never.
+        max_prefetched: the largest number of prefetched groups at once, which overrides every other setting,
             ``set_modules_to_forward_prefetch`` included. None (default): no limit.
         quantized_all_gather: all-gather parameters in fewer bytes; see :class:`QuantizedAllGather`. None
-            (default): as they are.
+            (default): unchanged.
         part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
             parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
             quarters of any size. None (default): the default of the back end, which spares small groups the
             additional collectives: 4 MiB on NCCL, and at least 256 KiB for each rank. Packed parameters are
-            reduced together in any case.
+            always reduced together.
 
     Raises:
         TypeError: a size or count is not an int, or ``quantized_all_gather`` is not a
@@ -361,7 +360,7 @@ class CommPolicy:
     part_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values of a wrong type or range."""
+        """Refuse values of the wrong type or range."""
         for name in ("packing_limit_bytes", "part_bytes"):
             value = getattr(self, name)
             if value is not None:

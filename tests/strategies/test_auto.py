@@ -342,13 +342,12 @@ ValueError: shard_model: strategy="auto" chooses what fits in memory,
 and sample is missing. Pass sample=batch, what forward takes on a
 rank.
 
-ValueError: shard_model: memory is for strategy="auto", and strategy
-is 'zero3', for which nothing is to be chosen. Leave it out, or pass
-strategy="auto".
+ValueError: shard_model: strategy is 'zero3', and only "auto" takes
+memory, to choose by. Leave that out, or pass strategy="auto".
 
-ValueError: shard_model: memory and sample and optimizer are for
-strategy="auto", and strategy is 'zero2', for which nothing is to be
-chosen. Leave them out, or pass strategy="auto".
+ValueError: shard_model: strategy is 'zero2', and only "auto" takes
+memory and sample and optimizer, to choose by. Leave that out, or pass
+strategy="auto".
 
 ValueError: shard_model: memory '80GBs' is no amount of memory. Pass a
 number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 *

@@ -1234,14 +1234,14 @@ class TiedEnds(nn.Module):
 def tied_apart() -> list[str]:
     found = []
     for overrides in ({"embed": "ddp"}, {"embed": "ddp", "head": "ddp"}):
-        wrap = {nn.Linear, nn.Embedding}
-        found.append(refusal(shard_model, TiedEnds(), wrap=wrap, overrides=overrides))
+        model = TiedEnds()
+        kept = list(model.parameters())
+        found.append(refusal(shard_model, model, wrap={nn.Linear, nn.Embedding}, overrides=overrides))
+        assert all(now is then for now, then in zip(model.parameters(), kept, strict=True))
     return found
 
 
 def test_tied_parameters_under_strategies_that_do_not_go_together_are_refused(world2: World) -> None:
     for messages in world2.run(tied_apart):
         for message in messages:
-            assert message.startswith(
-                "ValueError: embed.weight and head.weight are tied, but one was sharded over"
-            )
+            assert message.startswith("ValueError: shard_model: embed.weight and head.weight are tied")

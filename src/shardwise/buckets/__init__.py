@@ -1,1 +1,1 @@
-"""The parameters of a group that are communicated together."""
+"""Parameters of a group that are communicated together."""

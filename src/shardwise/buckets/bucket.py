@@ -8,8 +8,8 @@
       reduction          how to reduce their gradients
       sharded_gradients  ``.grad`` of the shards
 
-In most models a group has one bucket; it has several where its parameters are sharded over different meshes,
-as experts are. A bucket knows *how*; its group knows whether and when.
+In most models a group has one bucket; it has several if its parameters are sharded over different meshes, as
+experts are. A bucket knows *how*; its group knows whether and when.
 """
 
 import weakref
@@ -77,13 +77,13 @@ class Bucket:
         for param, slot, view in zip(self.params, self.stored.slots, self.flat_shard.views, strict=True):
             part = shard_of(param.content(), slot, rank)
             if view.is_meta and not part.is_meta:
-                # Other parameters of the bucket have no values yet: until then this one has its own memory.
+                # This one has separate memory until the bucket's other parameters have values.
                 view = torch.empty(part.shape, dtype=part.dtype, device=self.storage.device)
             shards.append(param.make_shard(view.copy_(part)))
         return shards
 
     def lay_out(self, device: torch.device) -> None:
-        """Plan buffers and collectives for the parameters of now; the flat shard is not filled yet."""
+        """Plan buffers and collectives for the current parameters; the flat shard is not filled yet."""
         axis = self.communication.options.post_forward_axis
         forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
         own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
@@ -113,7 +113,7 @@ class Bucket:
         return tuple(getattr(param.precision, form) for param in self.params)
 
     def _layout(self, dtypes: Sequence[torch.dtype], world: int, slots_serve: int | None) -> Layout:
-        """The layout of the parameters in these dtypes; the slots serve another number of ranks as well."""
+        """The layout of the parameters in these dtypes; the slots also fit ``slots_serve`` ranks."""
         own = self.mesh.shard_axis.world
         slots = [
             Slot(
@@ -134,11 +134,11 @@ class Bucket:
         return plan_layout(slots, world, self._are_direct(chunk_bytes), slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
-        """The layout of the parameters as computed with, over the few ranks that keep them after forward."""
+        """The layout of the computed parameters, over the few ranks that keep them after forward."""
         return self._layout(self._dtypes("computed"), axis.world, self.mesh.shard_axis.world)
 
     def _are_direct(self, chunk_bytes: list[int]) -> list[bool]:
-        """Whether parameters with shards of these sizes have collectives of their own, without copies."""
+        """Whether parameters with shards of these sizes have their own collectives, without copies."""
         comm, limit = self.communication.all_gather, self.policy.packing_limit_bytes
         packs_everything = comm.packs_everything or self.communication.reduce_scatter.packs_everything
         if packs_everything or self.is_quantized:
@@ -150,12 +150,12 @@ class Bucket:
 
     @property
     def is_quantized(self) -> bool:
-        """True if unsharded parameters are only close to the sharded ones."""
+        """True if unsharded parameters only approximate the sharded ones."""
         return self.policy.quantized_all_gather is not None and not self.mesh.shard_axis.is_alone
 
     @property
     def is_offloaded(self) -> bool:
-        """True if sharded parameters are in host memory, and computation is on a device."""
+        """True if sharded parameters are in host memory, and computation runs on a device."""
         return self.storage.device != self.mesh.device
 
     def make_unsharded(self) -> "UnshardedBucket":
@@ -166,8 +166,8 @@ class Bucket:
     def sync_flat_shard(self) -> bool:
         """Copy moved, converted or assigned shards into a new flat shard; True if there were any.
 
-        Not into the one that is there: what was assigned may be shards of ours, as where two parameters were
-        swapped, and is overwritten then before it is read, here or by another bucket.
+        Not into the existing one: assigned tensors may be shards of ours, for example after two parameters
+        were swapped, and would be overwritten before this or another bucket has read them.
         """
         for param in self.params:
             local = dtensor.local_tensor(param.sharded)
@@ -204,13 +204,13 @@ class Bucket:
 
 
 class UnshardedBucket:
-    """The unsharded parameters of ``bucket``, the same objects until it is laid out anew.
+    """The unsharded parameters of ``bucket``, the same objects until it is laid out again.
 
-    Where sharded parameters are stored in another dtype than they are computed in, or in host memory, the
-    flat shard is first copied into a buffer to send from: one cast, one copy, for all parameters together.
+    If sharded parameters are in host memory, or in a dtype other than that of the computation, the flat shard
+    is first copied into a buffer to send from: one cast, one copy, for all parameters together.
 
-    Where a few ranks keep the parameters together between forward and backward, each has a post-forward
-    shard: its part of all of them, as computed with.
+    If a few ranks keep the parameters together between forward and backward, each has a post-forward shard:
+    its part of all of them, in their compute dtypes.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -222,10 +222,10 @@ class UnshardedBucket:
         self.full_params = [param.unsharded for param in bucket.params if param.unsharded is not None]
 
     def _make_params(self) -> UnshardedBuffer:
-        """Make them, and all that it takes to fill and check them; returns their memory."""
+        """Make the parameters, and everything needed to fill and check them; return their memory."""
         bucket, slots = self._bucket, self._bucket.computed.slots
         self._is_alone = bucket.mesh.shard_axis.is_alone
-        # Whether the flat shard itself is the input of the all-gather.
+        # Whether the flat shard is the input of the all-gather.
         self._sends_flat_shard = bucket.computed is bucket.stored and not bucket.is_offloaded
         flat = bucket.flat_shard.bytes if self._sends_flat_shard else None
         buffer = UnshardedBuffer(bucket.computed, self._device, flat if self._is_alone else None)
@@ -255,9 +255,9 @@ class UnshardedBucket:
         return Int8AllGather(comm, layout, buffer, quantized.block_size)
 
     def start_all_gather(self, stream: CommStream) -> Finish:
-        """Allocate the buffer and start to fill it; returns the function that waits.
+        """Allocate the buffer and start to fill it; return the function that waits.
 
-        Replaced on the instance where something can be sent as it is: mostly the flat shard.
+        Replaced on the instance if a buffer, usually the flat shard, can be sent directly.
         """
         self.buffer.allocate()
         flat = self._on_device(stream)
@@ -287,7 +287,7 @@ class UnshardedBucket:
             self.start_all_gather = partial(self._all_gather.start, inputs=self._pieces)  # type: ignore[method-assign]
 
     def _on_device(self, stream: CommStream) -> Tensor:
-        """The flat shard on the computing device, in the dtypes that are stored."""
+        """The flat shard on the computing device, in the stored dtypes."""
         flat = self._bucket.flat_shard.bytes
         if not self._bucket.is_offloaded:
             return flat
@@ -296,11 +296,11 @@ class UnshardedBucket:
         )
 
     def _cast(self, flat: Tensor, target: Tensor) -> None:
-        """Copy the flat shard to ``target``, in the dtypes that are computed with."""
+        """Copy the flat shard to ``target``, in the compute dtypes."""
         cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
 
     def keep_post_forward_shard(self) -> None:
-        """Keep this rank's post-forward shard, from which the next all-gather begins, if a few ranks do."""
+        """Keep this rank's post-forward shard, to gather from next; only if a few ranks keep parameters."""
         if self._among_few is None:
             return
         rank, layout = self._post_forward_rank, self._post_forward_layout
@@ -320,14 +320,14 @@ class UnshardedBucket:
 
     @property
     def can_be_compared(self) -> bool:
-        """False if they are only close to the shards."""
+        """False if they only approximate the shards."""
         return not self._bucket.is_quantized
 
     def differs(self) -> Tensor:
         """Whether this rank's sharded parameters have changed since the all-gather: a bool on the device.
 
-        Compares them with its own part of the buffer: versions do not tell, since foreach and fused
-        optimizers, and changes through ``.data``, do not count on a DTensor. Waits for nothing.
+        Compares them with its own part of the buffer: versions do not show it, since foreach and fused
+        optimizers, and changes through ``.data``, do not count on a DTensor. Does not wait.
         """
         bucket, slots = self._bucket, self._bucket.computed.slots
         answer = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -358,19 +358,19 @@ class UnshardedBucket:
 
 
 class BucketRef(weakref.ref[Bucket]):
-    """By which a sharded parameter knows its bucket. It does not travel: pickled or copied, it becomes an
-    empty dict, which ``torch.load`` reads with ``weights_only`` as well."""
+    """A sharded parameter's reference to its bucket. Pickled or copied, it becomes an empty dict, which
+    ``torch.load`` also reads with ``weights_only``."""
 
     __slots__ = ()
 
     def __reduce__(self) -> Any:
-        """An empty dict."""
+        """Become an empty dict."""
         return OrderedDict, ()
 
 
 def bucket_and_index(param: Tensor) -> tuple[Bucket, int] | None:
-    """The bucket of ``param`` and its index in it; None if it is no sharded parameter, or not that of its
-    bucket any more."""
+    """The bucket of ``param`` and its index in it; None if it is not a sharded parameter, or no longer its
+    bucket's."""
     ref, index = param.__dict__.get(PLACE, (None, 0))
     if not ref or (bucket := ref()) is None or bucket.params[index].sharded is not param:
         return None

@@ -11,11 +11,11 @@ from shardwise.layout.mesh import Axis, ShardMesh
 
 @dataclass(frozen=True)
 class CommOptions:
-    """What was chosen for a bucket.
+    """The choices for a bucket.
 
-    ``channel`` keeps its messages apart from those of other buckets. ``reduce_pg`` is a process group for
-    reductions alone. ``post_forward_axis``: the ranks that together keep the parameters after forward.
-    ``make_all_gather``, ``make_reduce_scatter`` and, over replicas, ``make_all_reduce`` make the caller's own
+    ``channel`` separates its messages from those of other buckets. ``reduce_pg`` is a process group only for
+    reductions. ``post_forward_axis``: the ranks that together keep the parameters after forward.
+    ``make_all_gather``, ``make_reduce_scatter`` and, over replicas, ``make_all_reduce`` make the caller's
     collectives.
     """
 
@@ -32,7 +32,7 @@ class Communication:
     """The communicators of a bucket, made from its options.
 
     ``all_gather`` and ``reduce_scatter`` connect the ranks that share it, ``post_forward`` the few that keep
-    the parameters after forward, if there are any. ``over_replicas``: None where nobody has copies.
+    the parameters after forward, if any. ``over_replicas``: None without replicas.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -59,7 +59,7 @@ class Communication:
         self.force_sums(options.force_sum)
 
     def axes(self) -> list[Axis]:
-        """All process groups that it uses: those of the mesh, and those that were made beside them."""
+        """All process groups that it uses: those of the mesh, and those made in addition."""
         axes, options = self.mesh.axes(), self.options
         if options.reduce_pg is not None:
             axes.append(replace(self.mesh.shard_axis, pg=options.reduce_pg))
@@ -68,22 +68,22 @@ class Communication:
         return axes
 
     def use_channel(self, channel: int) -> None:
-        """Keep this bucket's messages apart from those of other buckets. May be called at any time."""
+        """Separate this bucket's messages from those of other buckets. May be called at any time."""
         self.options = replace(self.options, channel=channel)
         for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
             if comm is not None:
                 comm.channel = channel
 
     def force_sums(self, enable: bool) -> None:
-        """Have the back end only sum, and divide afterwards. May be called at any time."""
+        """Let the back end only sum, and divide afterwards. May be called at any time."""
         self.options = replace(self.options, force_sum=enable)
         self.reduce_scatter.force_sum = enable
 
     def would_change(self, choices: dict[str, Any]) -> bool:
-        """Whether these options differ from those of now."""
+        """Whether these options differ from the current ones."""
         return replace(self.options, **choices) != self.options
 
     @property
     def averages_itself(self) -> bool:
-        """True if the caller's own reduction divides as well."""
+        """True if the caller's reduction divides as well."""
         return any(comm is not None and comm.averages for comm in (self.reduce_scatter, self.over_replicas))

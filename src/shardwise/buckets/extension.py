@@ -1,20 +1,20 @@
 """Extensions: tensor subclasses that define their own all-gather.
 
-A weight in a compressed form (scaled integers, float8) is all-gathered in that form: before, the shard is
-asked for plain tensors; after, the unsharded weight is made of those of all ranks. The two methods are those
-of torch's fully_shard, so that classes written for it work here:
+A weight in a compressed form (scaled integers, float8) is all-gathered in that form: one method turns the
+shard into plain tensors, the other makes the unsharded weight from those of all ranks. The two methods are
+those of torch's fully_shard, so classes written for it work here:
 
     fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
     fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (tensor, inner) or None
 
-``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their memory from one unshard to the
-next: freed in between, and refilled in place. The first unshard makes the full tensor; later ones pass it as
-``out``, the very object that the module computes with, so that what it carries beside its data, such as a
+``mesh`` is the mesh of the ranks that share the weight. ``outputs`` keep their storage from one unshard to
+the next: freed in between, and refilled in place. The first unshard makes the full tensor; later ones pass
+it as ``out``, the object that the module computes with, so that attributes besides its data, such as a
 scale, can be refreshed.
 
-A class may have the methods, or a single tensor: the original, or the local tensor of a sharded parameter.
-Both may get them until the first forward.
+The methods may be on a class or on a single tensor: the original, or the local tensor of a sharded
+parameter. Either may get them until the first forward.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def is_extension(tensor: Tensor) -> bool:
 
 
 def needs_own_bucket(tensor: Tensor) -> bool:
-    """True if ``tensor`` has the protocol, or is of a subclass, which may get it before the first forward."""
+    """True if ``tensor`` has the protocol, or is of a subclass that may get it before the first forward."""
     return type(tensor) is not Tensor or is_extension(tensor)
 
 
@@ -54,7 +54,7 @@ def check_protocol(tensor: Tensor, where: str) -> None:
     """Refuse a tensor with only one of the two methods.
 
     Raises:
-        TypeError: naming the method.
+        TypeError: with the method's name.
     """
     has = [name for name in (PRE, POST) if callable(getattr(tensor, name, None))]
     if len(has) == 1:
@@ -66,7 +66,7 @@ def check_protocol(tensor: Tensor, where: str) -> None:
 
 
 def _carry_methods(source: Tensor, target: Tensor) -> None:
-    """Copy methods that were set on ``source`` itself to ``target``, which has those of its class."""
+    """Copy methods set on ``source`` itself to ``target``, which has those of its class."""
     for name in (PRE, POST):
         own = vars(source).get(name)
         if own is not None:
@@ -75,10 +75,10 @@ def _carry_methods(source: Tensor, target: Tensor) -> None:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """``tensor`` over memory of its own, made of copies of its inner tensors where it tells them.
+    """A copy of ``tensor`` in separate memory, made from copies of its inner tensors if it lists them.
 
-    ``clone`` of a quantised class may quantise anew, with other blocks (torchao's NF4Tensor). It has to do
-    where ``__tensor_unflatten__`` does not take what torch gives it.
+    ``clone`` of a quantised class may quantise again, with other blocks (torchao's NF4Tensor). It is only the
+    fallback for a ``__tensor_unflatten__`` that does not accept torch's arguments.
     """
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone()
@@ -95,9 +95,9 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class _ExtensionBuffer:
-    """The memory of an unsharded parameter that its protocol has made, with the interface of UnshardedBuffer.
+    """The memory of an unsharded parameter that its protocol made, with the interface of UnshardedBuffer.
 
-    Storages of tensors, emptied between uses.
+    It consists of storages of tensors, emptied between uses.
     """
 
     is_alias = False
@@ -117,7 +117,7 @@ class _ExtensionBuffer:
                 storage.resize_(num_bytes)
 
     def keep_memory(self, keep: bool) -> None:
-        """Whether ``free`` keeps the memory."""
+        """Choose whether ``free`` keeps the memory."""
         self.keeps_memory = keep
 
     def free(self) -> None:
@@ -136,7 +136,7 @@ class _ExtensionBuffer:
 
 
 class ExtensionBucket(Bucket):
-    """A bucket of one parameter with its own all-gather. Its gradient is reduced as any other."""
+    """A bucket of one parameter with its own all-gather. Its gradient is reduced like any other."""
 
     def __init__(
         self, param: Param, mesh: ShardMesh, policy: CommPolicy, storage: ShardStorage, mp_policy: Any
@@ -167,7 +167,7 @@ class ExtensionBucket(Bucket):
         return [self._param.make_shard(local)]
 
     def _parts(self, whole: Tensor, world: int) -> Sequence[Tensor]:
-        """The parts of all ranks, for all to fail alike: classes cut as they can, or not at all."""
+        """The parts of all ranks, so that all fail alike if the class cannot be cut this way."""
         dim = self._param.dim
         expected = [part.shape for part in torch.empty(whole.shape, device="meta").chunk(world, dim)]
         try:
@@ -189,7 +189,7 @@ class ExtensionBucket(Bucket):
         self.flat_shard.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def sync_flat_shard(self) -> bool:
-        """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out anew."""
+        """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out again."""
         param = self._param
         is_planned_anew = param.sharded.dtype != param.precision.stored or self.flat_shard.bytes.is_meta
         if is_planned_anew:
@@ -199,13 +199,13 @@ class ExtensionBucket(Bucket):
         return is_planned_anew
 
     def rebuild_flat_shard(self) -> None:
-        """Lay out the bucket anew."""
+        """Lay out the bucket again."""
         self._param.adopt_dtype()
         self.lay_out(torch.device("meta") if self._param.sharded.is_meta else self.storage.device)
         self._take_local()
 
     def _take_local(self) -> None:
-        """Move the local tensor to where shards are stored."""
+        """Move the local tensor to the device that stores shards."""
         local = dtensor.local_tensor(self._param.sharded)
         if local is self._param.local:
             return
@@ -226,10 +226,10 @@ class _UnshardedExtension(UnshardedBucket):
     _bucket: ExtensionBucket
 
     def _make_params(self) -> Any:
-        """Run the first all-gather, which makes the parameter: only then the outputs are known."""
+        """Run the first all-gather, which makes the parameter: only then are the outputs known."""
         (self._param,) = self._bucket.params
         self._outputs, metadata = self._first_all_gather()
-        self._is_fresh = True  # filled already; no all-gather before the first use
+        self._is_fresh = True  # already filled: no all-gather before the first use
         local = self._param.local
         full, inner = local.fsdp_post_all_gather(self._outputs, metadata, self._param_dtype)  # type: ignore[attr-defined]
         self._param.make_unsharded(self._without_padding(full).detach(), keeps_class=True)
@@ -246,7 +246,7 @@ class _UnshardedExtension(UnshardedBucket):
                 f"a tensor of shape {shape} is expected; or one with more rows, which are cut off, if it is "
                 "sharded on dim 0. Return a tensor of the shape of the whole parameter."
             )
-        # Classes that were written for torch's fully_shard have this operation: it is always called there.
+        # Classes written for torch's fully_shard have this operation, which it always calls.
         return full.as_strided(shape, full.stride())
 
     @property
@@ -257,7 +257,7 @@ class _UnshardedExtension(UnshardedBucket):
         return asked or self._param.local.dtype
 
     def _inputs(self, stream: CommStream | None = None) -> tuple[list[Tensor], Any]:
-        """What travels, and what goes with it; a shard on the host is copied for ``stream``, or at once."""
+        """The tensors to send, and the metadata; a shard on the host is copied for ``stream``, or at once."""
         local: Any = self._param.local
         if not is_extension(local):
             raise RuntimeError(
@@ -287,9 +287,9 @@ class _UnshardedExtension(UnshardedBucket):
         return [t.clone() if t.storage_offset() else t.contiguous() for t in inputs], metadata
 
     def start_all_gather(self, stream: CommStream) -> Finish:
-        """All-gather into the same memory again."""
+        """All-gather into the same storages again."""
         is_fresh, self._is_fresh = self._is_fresh, False
-        if is_fresh and self.buffer.allocated_bytes:  # else freed since: gradients were carried over
+        if is_fresh and self.buffer.allocated_bytes:  # otherwise freed since: gradients were carried over
             return nothing
         self.buffer.allocate()
         with torch.inference_mode(False), torch.no_grad():
@@ -320,7 +320,7 @@ class _UnshardedExtension(UnshardedBucket):
         return outputs, metadata
 
     def _start(self, inputs: list[Tensor], outputs: list[Tensor]) -> Finish:
-        """All-gather each input into its output, padded in transit if ranks have different sizes."""
+        """All-gather each input into its output, padded in transit if sizes differ between ranks."""
         if self._bucket.mesh.shard_axis.is_alone:
             for output, source in zip(outputs, inputs, strict=True):
                 output.view(source.shape).copy_(source)
@@ -336,7 +336,7 @@ class _UnshardedExtension(UnshardedBucket):
                 send = torch.nn.functional.pad(send, (0, room - send.numel()))
                 padded.append((receive.view(len(sizes), room), sizes, target))
             if send.numel():
-                # One after the other: messages are told apart by their place in a shard buffer (see
+                # One after another: messages are distinguished by their place in a shard buffer (see
                 # ``GlooExchange``), which these do not have.
                 waits.append(comm.all_gather([receive], [send]))
 
@@ -349,17 +349,17 @@ class _UnshardedExtension(UnshardedBucket):
         return finish
 
     def relocated_params(self) -> list[str]:
-        """Nothing: its memory is that of the protocol."""
+        """Always empty: the protocol owns the memory."""
         return []
 
     @property
     def can_be_compared(self) -> bool:
-        """False: the unsharded parameter has another form than the shard, so it is all-gathered again."""
+        """False: the unsharded parameter differs from the shard in form, so it is all-gathered again."""
         return False
 
 
 def check_before_training(bucket: Bucket) -> None:
-    """Refuse parameters that cannot be all-gathered, or only by half a protocol.
+    """Refuse parameters that cannot be all-gathered, or have only half of the protocol.
 
     Raises:
         NotImplementedError: a tensor subclass has no protocol.
@@ -378,7 +378,7 @@ def check_before_training(bucket: Bucket) -> None:
 def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
     """``bucket``, and a bucket for each of its parameters whose local tensor has the methods.
 
-    While everything is sharded. The first is left out if it has no parameters left.
+    Call it while everything is sharded. The first bucket is left out if it has no parameters left.
     """
     leaving = [param for param in bucket.params if bucket.takes_more and is_extension(param.local)]
     if not leaving:
@@ -386,7 +386,7 @@ def split_off(bucket: Bucket, mp_policy: Any) -> list[Bucket]:
     made: list[Bucket] = []
     for param in leaving:
         if not param.local.is_meta:
-            param.local.data = param.local.clone()  # the same tensor, over memory of its own
+            param.local.data = param.local.clone()  # the same tensor, in separate memory
         own = ExtensionBucket(param, bucket.mesh, bucket.policy, bucket.storage, mp_policy)
         own.communication.use(bucket.communication.options)
         own.rebuild_flat_shard()

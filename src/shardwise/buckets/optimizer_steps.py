@@ -1,9 +1,9 @@
-"""Notices the steps of optimizers: counts what they change, and tells who keeps unsharded parameters.
+"""Hooks behind the steps of optimizers: count changes of parameters, and notify listeners.
 
-Where parameters are DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps
-change the contents but not the version counter, by which autograd refuses a backward whose weights have
-changed since the forward (2.11 to 2.15). So the versions are increased here. Only steps of optimizers derived
-from ``torch.optim.Optimizer`` are seen.
+For DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps change the contents
+but not the version counter, by which autograd refuses a backward whose weights have changed since the forward
+(2.11 to 2.15). So the versions are increased here. Only steps of optimizers derived from
+``torch.optim.Optimizer`` are seen.
 """
 
 import threading
@@ -24,8 +24,8 @@ from shardwise.torch_compat.dynamo import break_graphs
 
 
 class SteppedParameters:
-    """What a step has ``changed``, sharded parameters and their local tensors, and the buckets of all
-    parameters that the optimizer has."""
+    """The tensors that a step has ``changed``, sharded parameters and their local tensors, and the buckets of
+    all parameters of the optimizer."""
 
     def __init__(self, changed: Sequence[Tensor], buckets: Iterable[Bucket]) -> None:
         self.changed = changed
@@ -33,7 +33,7 @@ class SteppedParameters:
 
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
-        """Of param groups. What has no gradient was left out of the step."""
+        """Made from param groups. Parameters without gradient were left out of the step."""
         params = [param for group in groups for param in group["params"]]
         found = [(param, place[0]) for param in params if (place := bucket_and_index(param)) is not None]
         changed = [param for param, _ in found if param.grad is not None]
@@ -45,7 +45,7 @@ class SteppedParameters:
 
 
 class StepListener(Protocol):
-    """Who is told."""
+    """A listener to steps."""
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
         """An optimizer with parameters of ``buckets`` has stepped."""
@@ -54,11 +54,11 @@ class StepListener(Protocol):
 
 _listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
 _lock = threading.Lock()  # ranks may be threads
-_handles: list[Any] = []  # of the hooks, once there are any
+_handles: list[Any] = []  # of the hooks, once installed
 
 
 def install_step_hooks() -> None:
-    """Notice the steps of all optimizers from now on. The hooks are of the process, and stay."""
+    """Hook the steps of all optimizers from now on. The hooks are global to the process, and stay."""
     with _lock:
         if not _handles:
             _handles.append(register_optimizer_step_pre_hook(_about_to_step))
@@ -66,13 +66,13 @@ def install_step_hooks() -> None:
 
 
 def add_step_listener(listener: StepListener) -> None:
-    """Tell ``listener`` of every step, for as long as it lives, once the hooks are installed."""
+    """Notify ``listener`` of every step while it lives, once the hooks are installed."""
     with _lock:
         _listeners.add(listener)
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Not with a closure, which may run the last backward.
+    # Not for a step with a closure, which may run the last backward.
     if DEFERRED and not any(map(callable, (*args[1:], *kwargs.values()))):
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if param.grad is not None:

@@ -1,16 +1,16 @@
-"""The sharded gradients of a bucket: the DTensors that become ``.grad``, all in one flat tensor; and how they
-are reduced.
+"""The sharded gradients of a bucket: the DTensors that become ``.grad``, all in one flat tensor; and their
+reduction.
 
 A reduction leaves its sums in one buffer, laid out as the flat shard. Each ``.grad`` is a DTensor over its
-range of that buffer. As long as they are where the bucket has put them, whoever has to read or change all of
-them may take the flat tensor instead:
+range of that buffer. While all are where the bucket has put them, code that reads or changes all of them may
+use the flat tensor instead:
 
     buffer   | w1 . . . . | b1 | w2 . . | b2 |        w1.grad is the DTensor over the first range, ...
     flat     |-------------------------------|        for adding to it, norms and clipping
     ranges   |---------|                              for optimizers: see ``range_of``
 
-Someone may set ``.grad`` to something else, or to None, at any time. So each question is answered anew, from
-the local tensors that the bucket has made, which it knows by weak references: ``zero_grad()`` frees them.
+The caller may set ``.grad`` to another tensor, or to None, at any time. So each query checks the local
+tensors that the bucket has made, by weak references: ``zero_grad()`` frees them.
 """
 
 import weakref
@@ -39,7 +39,7 @@ _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec = attrgetter("gradient_spec")
 _ONLY_DTENSORS = {DTensor}
 is_not_none = partial(is_not, None)
-"""True for anything but None; a map over tensors with it runs in C, where ``in`` would compare them."""
+"""True for anything except None; a map over tensors with it runs in C, where ``in`` would compare them."""
 
 
 def _nowhere() -> Tensor | None:
@@ -59,8 +59,8 @@ class ShardedGradients:
         self._is_one = len(dtypes) == len(places) == 1 and not layout.has_padding
         self._offsets = [slot.shard_offset for slot in layout.slots]
         self._end = layout.segments[-1].end if layout.segments else 0
-        # The local tensors that were made last, and where the buffer of each begins. Not the gradients: torch
-        # cannot swap tensors (``module.to()``) that have weak references.
+        # The local tensors made last, and the address of each one's buffer. Not the gradients: torch cannot
+        # swap tensors (``module.to()``) that have weak references.
         self._made: list[Callable[[], Tensor | None]] = [_nowhere] * len(params)
         self._buffers = [0] * len(params)
 
@@ -81,7 +81,7 @@ class ShardedGradients:
                     self._made[index], self._buffers[index] = weakref.ref(local), buffer.data_ptr()
 
     def accumulate_all(self, buffer: Tensor) -> bool:
-        """Add ``buffer`` to all ``.grad`` at once; False, and nothing done, where some are None or foreign.
+        """Add ``buffer`` to all ``.grad`` at once; False, and nothing done, if some are None or foreign.
 
         For parameters without hooks, all of which have gradients in ``buffer``.
         """
@@ -108,7 +108,7 @@ class ShardedGradients:
     def flat_gradient(self) -> Tensor | None:
         """``.grad`` of all parameters as one flat tensor.
 
-        None where they do not form one: set by others, of several dtypes or placements, or with padding in
+        None if they do not form one: set by others, of several dtypes or placements, or with padding in
         between.
         """
         if not self._is_one:
@@ -123,23 +123,23 @@ class ShardedGradients:
         return locals_[0].as_strided((self._end // locals_[0].itemsize,), (1,), 0)
 
     def buffer_of(self, index: int, local: Tensor) -> int | None:
-        """The address of the buffer in which the bucket has put ``local``; None if that is somewhere else."""
+        """The address of the buffer in which the bucket has put ``local``; None if it is elsewhere."""
         buffer = self._buffers[index]
         is_in_place = self._made[index]() is local and local.data_ptr() == buffer + self._offsets[index]
         return buffer if is_in_place else None
 
     def range_of(self, indices: Sequence[int]) -> "GradientRange":
-        """The gradients of some parameters, to be asked at each step."""
+        """The gradients of some parameters, to check at each step."""
         return GradientRange(self, indices)
 
     def gradient_offset(self, index: int) -> int:
-        """Where the gradient of a parameter starts in the buffer, counted in its elements."""
+        """The start of a parameter's gradient in the buffer, in its elements."""
         slot = self.layout.slots[index]
         return slot.shard_offset // slot.itemsize
 
 
 class GradientRange:
-    """Some gradients of a bucket, of which an optimizer wants to know whether they are where they were."""
+    """Some gradients of a bucket, for an optimizer that checks whether they have moved."""
 
     def __init__(self, gradients: ShardedGradients, indices: Sequence[int]) -> None:
         self._gradients = weakref.ref(gradients)
@@ -163,7 +163,7 @@ def _are_in_place(
 ) -> bool:
     """Whether they are the tensors that were made, in one buffer, and still over its memory.
 
-    They may not be: ``.data`` of one may have been set.
+    Setting ``.data`` of one moves it.
     """
     if not all(map(is_, locals_, map(call, made))) or len(set(buffers)) != 1:
         return False
@@ -176,7 +176,7 @@ def _are_in_place(
 
 
 def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) -> bool:
-    """True if tensor i lies ``offsets[i]`` bytes behind the address ``start``."""
+    """True if tensor i begins ``offsets[i]`` bytes after the address ``start``."""
     return set(map(sub, map(Tensor.data_ptr, tensors), offsets)) <= {start}
 
 
@@ -184,10 +184,10 @@ def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) 
 
 
 class BucketReduction:
-    """The reductions of a bucket's gradients, one after the other: over its ranks, and over the replicas.
+    """The reductions of a bucket's gradients, one after another: over its ranks, and over the replicas.
 
     ``layout``: of the sums. Results go to ``device``, where the shards are, perhaps to pinned memory. Sums
-    that are not to go on to the replicas yet stay here, and are added to the next ones.
+    that are not yet to be reduced over replicas stay here, and are added to the next ones.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class BucketReduction:
         self._layout = layout
         self._reduce_scatter = ReduceScatter(communication.reduce_scatter, layout, mesh.device, part_bytes)
         self.parts = self._reduce_scatter.parts
-        """Which gradients are reduced together; indices are those of the parameters."""
+        """The gradients that are reduced together, by indices of parameters."""
         for each in (communication.reduce_scatter, communication.over_replicas):
             if each is not None:
                 each.plan_for(layout)
         self._gradients = gradients
-        # Copies are made equal behind the last sum: over the shards, or over replicas.
+        # Copies are made equal after the last sum: over the shards, or over replicas.
         can_differ, has_replicas = self._can_copies_differ(), not mesh.replicate_axis.is_alone
         self._differ_over_shards = can_differ and not has_replicas
         self._differ_over_replicas = can_differ and has_replicas
@@ -220,7 +220,7 @@ class BucketReduction:
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier
-        # sums, and whether the reduction goes on to the replicas.
+        # sums, and whether the reduction continues over the replicas.
         self._no_sums = [False] * len(gradients.params)
         self._has_sum = self._no_sums[:]
         self._covers_replicas = True
@@ -279,7 +279,7 @@ class BucketReduction:
         return not comm.sums_are_bitwise_equal or options.make_all_reduce is not None
 
     def _broadcast_copies(self, output: Tensor, indices: Sequence[int]) -> None:
-        """Broadcast the first rank's gradients of what all ranks keep of these parameters."""
+        """Broadcast the first rank's gradients of the scalars among these parameters."""
         slots = [self._layout.slots[index] for index in indices]
         copies = [
             output[slot.shard_offset : slot.shard_offset + slot.itemsize]
@@ -295,7 +295,7 @@ class BucketReduction:
             copy.copy_(agreed)
 
     def accumulate(self, reduction: Reduction, *, without_hooks: bool) -> bool:
-        """Wait for the result and add it to ``.grad`` of the sharded parameters; True: it waits for replicas.
+        """Wait for the result and add it to ``.grad`` of the shards; True if it still waits for replicas.
 
         ``without_hooks``: no sharded parameter has gradient hooks or a deferred gradient.
         """
@@ -338,6 +338,6 @@ class BucketReduction:
             self.earlier = None
 
     def drop_all_earlier(self) -> None:
-        """Drop all waiting sums, and what was in flight."""
+        """Drop all waiting sums, and those in flight."""
         self.earlier = None
         self._has_sum = self._no_sums[:]

@@ -1,1 +1,1 @@
-"""Buffers, streams and collectives. Knows no module and no parameter."""
+"""Buffers, streams and collectives. Knows no modules and no parameters."""

@@ -15,7 +15,7 @@ from shardwise.torch_compat import foreach
 
 
 class Staging(NamedTuple):
-    """A buffer that a packed all-gather fills: as one, by rank, what is not strided of that, by ranges."""
+    """Views of a buffer that a packed all-gather fills: flat, by rank, its unstrided columns, by ranges."""
 
     flat: Tensor
     rows: Tensor
@@ -41,7 +41,7 @@ class AllGather:
             self._plan_unpacking(layout, buffer)
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
-        """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
+        """Fill the unsharded buffer from ``inputs``, made by ``cut``; return the function that waits."""
         if not self._buffer.keeps_memory:
             self._buffer.allocate()
         if not self._packed_bytes:
@@ -65,7 +65,7 @@ class AllGather:
         pool.release(scratch)
 
     def cut(self, send: Tensor) -> list[Tensor]:
-        """The inputs of the all-gather: pieces of ``send``, which is laid out as a flat shard."""
+        """The inputs of the all-gather: pieces of ``send``, laid out as a flat shard."""
         slots = [self._layout.slots[i] for i in self._layout.direct]
         pieces = [send[s.shard_offset : s.shard_offset + s.chunk_bytes] for s in slots]
         if self._layout.packed_bytes:
@@ -73,9 +73,9 @@ class AllGather:
         return pieces
 
     def _plan_unpacking(self, layout: Layout, buffer: UnshardedBuffer) -> None:
-        """Columns of the staging buffer and their targets; padding in between is thrown away."""
+        """Columns of the staging buffer and their targets; padding in between is discarded."""
         self._ranges: list[tuple[int, int, int, int]] = []
-        """How many of one size, and bytes, pitch and start of their columns."""
+        """The number of columns of one size, and their bytes, pitch and start."""
         self._homes: list[Tensor] = []
         self._sizes: list[int] = []
         self._targets: list[Tensor] = []
@@ -88,20 +88,20 @@ class AllGather:
                 self._ranges.append((length, num_bytes, pitch, start))
                 shape, stride = (length, self._world, num_bytes), (slot_pitch, num_bytes, 1)
                 self._homes.append(buffer.bytes.as_strided(shape, stride, slot_start))
-        for slot in slots:  # for one kernel that unpacks all; on the host a dry run counts the memory
+        for slot in slots:  # for one kernel that unpacks all; on the host, dry runs count the memory
             self._sizes.append(slot.chunk_bytes)
             self._targets.append(buffer.slot(slot).view(self._world, -1))
             if padding := slot.padded_bytes - slot.chunk_bytes:
                 self._sizes.append(padding)
                 self._targets.append(buffer.bytes.new_empty(self._world, padding))
         self._strided = [(layout.slots[i], buffer.unsharded_tensor(layout.slots[i])) for i in layout.strided]
-        # All that `_stage` depends on: buckets of other layouts use the same buffers.
+        # Everything that `_stage` depends on: buckets of other layouts use the same buffers.
         self._staging_key = (
             "gather", self._world, layout.packed_bytes, sum(self._sizes), tuple(self._ranges)
         )  # fmt: skip
 
     def _stage(self, buffer: Tensor) -> Staging:
-        """The views of a staging buffer into which and from which bytes are copied."""
+        """The views of a staging buffer that bytes are copied to and from."""
         flat = buffer[: self._world * self._layout.packed_bytes]
         rows = flat.view(self._world, -1)
         ranges = [
@@ -112,15 +112,15 @@ class AllGather:
 
 
 class InPlaceAllGather(AllGather):
-    """The all-gather of a bucket that is packed whole, in memory from the communicator's pool.
+    """The all-gather of a fully packed bucket, in memory from the communicator's pool.
 
     This rank's shard is copied, or cast, into its own place among the shards of all ranks:
 
         staging on rank 1   | shard 0 | shard 1 | shard 2 | ...
                                        ^ input of the all-gather; the output is all of it
 
-    So the back end reads and writes memory of its own allocator alone. On NCCL this is what lets it gather
-    without copies of its own, or by the copy engines.
+    So the back end reads and writes only memory of its own allocator. This lets NCCL gather without internal
+    copies, or by the copy engines.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer, rank: int) -> None:
@@ -128,7 +128,7 @@ class InPlaceAllGather(AllGather):
         self._rank = rank
 
     def start_from(self, fill: Callable[[Tensor], Any]) -> Finish:
-        """The all-gather of what ``fill`` writes to a buffer that is laid out as a flat shard."""
+        """All-gather the contents that ``fill`` writes to a buffer laid out as a flat shard."""
         self._buffer.allocate()
         if not self._packed_bytes:
             return nothing

@@ -1,14 +1,14 @@
 """The memory of a bucket: one flat shard, and one unsharded buffer that is emptied and refilled.
 
-Buffers of bytes; each parameter sees its own range in its own dtype. Who may free what, and when:
+Buffers of bytes; each parameter sees its own range in its own dtype. What may be freed, and when:
 
 - the flat shard lives as long as the bucket;
-- the unsharded buffer has one storage for ever. Tensors that autograd saved point to that storage, so it is
+- the unsharded buffer keeps one storage forever. Tensors that autograd saved point to that storage, so it is
   emptied by resizing it to zero and refilled in place, never replaced;
-- in a world of one, where nothing is cast, the unsharded buffer *is* the flat shard and is never emptied;
-- where the caller wants its addresses to stay (``set_keep_unsharded_storage``), it keeps its memory;
-- on the host, a small one keeps its memory: to free it and to fault its pages in again would cost several
-  times the copy into it.
+- in a world of one, if nothing is cast, the unsharded buffer *is* the flat shard and is never emptied;
+- if the caller wants fixed addresses (``set_keep_unsharded_storage``), it keeps its memory;
+- on the host, a small one keeps its memory: to free it and fault its pages in again would cost several times
+  the copy into it.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -36,7 +36,7 @@ class FlatShard:
 
 
 def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tensor:
-    """A buffer laid out as a flat shard, with zeros wherever nothing will be written.
+    """A buffer laid out as a flat shard, with zeros where nothing will be written.
 
     ``is_filled``: every parameter will be written.
     """
@@ -45,14 +45,14 @@ def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tens
 
 
 KEPT_ON_HOST_BYTES = 1 << 20
-"""An unsharded buffer in host memory, of parameters up to this size, is not freed between uses."""
+"""In host memory, an unsharded buffer of parameters up to this size is not freed between uses."""
 
 
 class UnshardedBuffer:
-    """The memory of a bucket's unsharded parameters, while they are needed."""
+    """The memory of a bucket's unsharded parameters."""
 
     def __init__(self, layout: Layout, device: torch.device, alias: Tensor | None = None) -> None:
-        """``alias``: the flat shard, where it serves as it is."""
+        """``alias``: the flat shard, if it serves as the unsharded buffer."""
         self._num_bytes = layout.unsharded_bytes
         self.is_alias = alias is not None
         is_small = device.type == "cpu" and layout.content_bytes <= KEPT_ON_HOST_BYTES
@@ -71,7 +71,7 @@ class UnshardedBuffer:
             self._storage.resize_(self._num_bytes)
 
     def keep_memory(self, keep: bool) -> None:
-        """Whether ``free`` keeps the memory, and with it the addresses of all tensors in it."""
+        """Choose whether ``free`` keeps the memory, and so the addresses of all tensors in it."""
         self.keeps_memory = keep or self._always_keeps
 
     def free(self) -> None:
@@ -85,7 +85,7 @@ class UnshardedBuffer:
 
     @property
     def allocated_bytes(self) -> int:
-        """The memory that it takes now; none of its own where it is the flat shard."""
+        """The memory that it takes now; none if it is the flat shard."""
         return 0 if self.is_alias else self._storage.nbytes()
 
     def slot(self, slot: Slot) -> Tensor:
@@ -93,10 +93,10 @@ class UnshardedBuffer:
         return self.bytes[slot.slot_offset : slot.slot_offset + slot.slot_bytes]
 
     def unsharded_tensor(self, slot: Slot) -> Tensor:
-        """The unsharded parameter in its slot: a tensor of its own, with its own version counter.
+        """The unsharded parameter in its slot: a separate tensor, with its own version counter.
 
-        A view would share its base's counter, and every refill of the buffer would look to autograd
-        like a change of the weight.
+        A view would share its base's counter, and autograd would take every refill of the buffer for a change
+        of the weight.
         """
         full = torch.empty(0, dtype=slot.dtype, device=self.bytes.device)
         shape = torch.Size(slot.shape)
@@ -107,12 +107,12 @@ class UnshardedBuffer:
 def with_own_storage(view: Tensor) -> Tensor:
     """A tensor over the same memory, with a storage that ends where the view ends.
 
-    A view that is saved alone drags the whole buffer along. And torch cannot copy (``copy.deepcopy``)
-    DTensors whose local tensor does not begin at the start of its storage.
+    Saving a view saves the whole buffer. And torch cannot copy (``copy.deepcopy``) DTensors whose local
+    tensor does not begin at the start of its storage.
     """
     if view.is_meta or not tensor_impl.has_memory(view):
         return view
-    # By a capsule: given the tensor itself, torch asks that its device be the current one.
+    # By a capsule: given the tensor, torch requires its device to be the current one.
     return torch.from_dlpack(to_dlpack(view))
 
 
@@ -124,7 +124,7 @@ def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Ten
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, for comparisons bit by bit."""
+    """The bytes of a tensor, for bitwise comparisons."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -136,7 +136,7 @@ def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
 def in_equal_steps(
     keys: Sequence[Hashable], offsets: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Neighbours of one key whose offsets grow by equal steps: the first, past the last, and the steps."""
+    """Runs of equal keys whose offsets grow by equal steps: the first, past the last, and the steps."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for index, (key, own) in enumerate(zip(keys, offsets, strict=True)):
         if found and key == keys[index - 1]:
@@ -152,8 +152,8 @@ def in_equal_steps(
 class LocalViews:
     """The shards of a rank in buffers laid out as a flat shard.
 
-    Slicing and viewing bytes for each parameter cost a quarter of the host time of a reduction. Here it is
-    one view, and less where neighbours have one shape, as many packed ones have: one for all, unbound.
+    Slicing and viewing bytes for each parameter cost a quarter of the host time of a reduction. Here each
+    costs one view. Neighbours of one shape, common among packed ones, even share one, which is unbound.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -163,7 +163,7 @@ class LocalViews:
         keys = [(slot.dtype, slot.local_shape(rank)) for slot in slots]
         offsets = [(slot.shard_offset // slot.itemsize,) for slot in slots]
         self._views: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = []
-        """Dtype, shape, stride, offset, and the parameters, by the first dim if there are several."""
+        """Dtype, shape, stride, offset, and the parameters, along the first dim if several."""
         for start, end, steps in in_equal_steps(keys, offsets):
             dtype, shape = keys[start]
             stride = torch.empty(shape, device="meta").stride()
@@ -199,7 +199,7 @@ def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) ->
 def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each rank's shard of a strided parameter, twice: in ``rows`` and in ``full``.
 
-    Row r of ``rows`` holds what rank r keeps, in bytes, from the offset ``origin`` of the shard buffer on.
+    Row r of ``rows`` holds the bytes of rank r's shard buffer, from the offset ``origin`` on.
     """
     if not slot.chunk_bytes:
         return

@@ -1,4 +1,4 @@
-"""Who moves the bytes: a back end, pairs of gloo, or nobody for a single rank."""
+"""What moves the bytes: a back end, gloo's pairwise messages, or nothing on a single rank."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,42 +15,42 @@ from shardwise.torch_compat import c10d, foreach
 
 
 class Communicator:
-    """Moves pieces between the ranks of a process group; None is a single rank.
+    """Moves pieces between the ranks of a process group; None stands for a single rank.
 
     All tensors are contiguous and 1D; ``outputs`` of an all-gather and ``inputs`` of a reduce-scatter hold
     ``world`` pieces of equal size, piece r from or for rank r. Each call returns the function that waits.
-    Subclasses have the collectives that they are chosen for.
+    Subclasses implement the collectives that they are chosen for.
     """
 
     packing_limit_bytes = 0
-    """Chunks from this size on are worth an all-gather of their own."""
+    """Chunks from this size on are worth their own all-gather."""
     most_direct = math.inf
-    """So many parameters may have one, however large they are."""
+    """At most this many parameters may have one, however large they are."""
     packs_everything = False
-    """No parameter has a collective of its own, however large."""
+    """No parameter has its own collective, however large."""
     pool: BufferPool | None = None
-    """Where buffers of packed pieces come from, if not from the stream."""
+    """The source of buffers of packed pieces, if not the stream."""
     channel = 0
-    """A number that keeps this bucket's messages apart from those of other buckets."""
+    """A number that separates this bucket's messages from those of other buckets."""
     sums_are_bitwise_equal = False
-    """Ranks that get the same sum get the same bits; else the order of additions may differ between ranks."""
+    """Ranks that get the same sum get the same bits; otherwise the order of additions may differ."""
     force_sum = False
-    """The back end only sums; the division comes after it."""
+    """The back end only sums; the division follows."""
     averages = False
-    """Sums are averages already, whatever the divisor; nobody else divides."""
+    """Sums are averages already, whatever the divisor; nothing else divides them."""
     smallest_part_bytes = float(1 << 20)
-    """Gradients from this size on are worth a reduction of their own, as soon as they are complete."""
+    """Gradients from this size on are worth their own reduction, as soon as they are complete."""
     reduce_memory_factor = 1.0
     """The memory that a reduction holds until it is waited for, in units of its inputs."""
 
     def __init__(self, pg: dist.ProcessGroup | None = None, *, is_async: bool = True) -> None:
-        """``is_async``: collectives run beside the host, not on the current stream."""
+        """``is_async``: collectives run concurrently with the host, not on the current stream."""
         self._pg: Any = pg
         self._world = 1 if pg is None else pg.size()
         self._is_async = is_async
 
     def plan_for(self, layout: Layout) -> None:
-        """Prepare for sums laid out like this, from now on in place of others."""
+        """Prepare for sums in this layout, which replaces any earlier one."""
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Fill each output with the inputs of all ranks."""
@@ -71,7 +71,7 @@ Make = Callable[[dist.ProcessGroup | None, torch.device], Communicator]
 
 
 def factor_before_sum(dtype: torch.dtype, divisor: float) -> float:
-    """What to divide numbers of ``dtype`` by before a sum over ranks, of a division by ``divisor`` in all.
+    """The part of ``divisor`` by which to divide numbers of ``dtype`` before a sum over ranks.
 
     A sum of float16 numbers soon leaves their range: they are divided by the root of ``divisor`` before the
     sum, and by the rest after it.
@@ -87,11 +87,11 @@ class SingleRank(Communicator):
     sums_are_bitwise_equal = True
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Nothing to move: the outputs are the inputs."""
+        """Do nothing: the outputs are the inputs."""
         return nothing
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """The gradient of the only rank, divided."""
+        """Divide the gradient of the only rank."""
         for output, source in zip(outputs, inputs, strict=True):
             torch.div(source, divisor, out=output)
         return nothing
@@ -100,11 +100,11 @@ class SingleRank(Communicator):
 class GlooExchange(Communicator):
     """Direct exchange between all pairs of ranks, with gloo's point-to-point calls.
 
-    gloo's own collectives pass the data through buffers of their own, and its reduce-scatter sends
-    twice the bytes. Here each rank sends its piece from where it lies to where it belongs, (world -
-    1) / world of the bytes each way, which is the least possible; the transfers run on gloo's own
-    thread, beside the computation. Measured on 50 MB in 10 parameters, ms: 2 ranks 12 against 40
-    to 57 for gloo's all-gather, 4 ranks 28 against 76 to 126.
+    gloo's collectives pass the data through internal buffers, and its reduce-scatter sends twice the
+    bytes. Here each rank sends its piece directly to its place, (world - 1) / world of the bytes each
+    way, which is the minimum; the transfers run on gloo's thread, concurrently with the computation.
+    Measured on 50 MB in 10 parameters, ms: 2 ranks 12 against 40 to 57 for gloo's all-gather, 4 ranks
+    28 against 76 to 126.
 
     A reduction is such an exchange and a sum over the pieces received, in order of ranks.
     """
@@ -115,9 +115,9 @@ class GlooExchange(Communicator):
     # tenth longer. For larger groups the memory saved is worth it.
     smallest_part_bytes = float(16 << 20)
     # Messages with one tag between two ranks are matched in the order of their calls. Each parameter
-    # has two tags of its own, by its bucket's channel and its place in the shard buffer, so that ranks
-    # that disagree on what to exchange wait for each other instead of adding up unrelated data. Tags keep
-    # clear of the caller's own messages.
+    # has its own two tags, by its bucket's channel and its place in the shard buffer, so that ranks that
+    # disagree on what to exchange wait for each other instead of adding unrelated data. Tags avoid those
+    # of the caller's messages.
     _first_tag = 0x5A000000
     _num_tags = 1 << 20
     _channels_apart = 10007  # a prime, so that channels and places do not add up to the same tag
@@ -130,7 +130,7 @@ class GlooExchange(Communicator):
         self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """Each rank sends its piece to every other one and puts its own in place."""
+        """Send this rank's piece to every other rank, and put its own in place."""
         works: list[Any] = []
         own: list[tuple[Tensor, Tensor]] = []
         for output, source in zip(outputs, inputs, strict=True):
@@ -141,7 +141,7 @@ class GlooExchange(Communicator):
         return WaitThen(partial(self._wait_for, works))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Each rank sends every other one its piece, and sums what it receives."""
+        """Send every other rank its piece, and sum the received ones."""
         received: list[Tensor] = []
         works: list[Any] = []
         for output, source in zip(outputs, inputs, strict=True):
@@ -158,12 +158,12 @@ class GlooExchange(Communicator):
         return WaitThen(partial(self._wait_for, works), add)
 
     def _copy_own(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy this rank's own piece of an all-gather into place, as every back end has to."""
+        """Copy this rank's own piece of an all-gather into place, as every back end must."""
         for piece, source in pairs:
             piece.copy_(source)
 
     def _wait_for(self, works: list[Any]) -> None:
-        """Wait for exchanges; an error says which rank the failed one was with."""
+        """Wait for exchanges; an error carries the peer of the failed one."""
         try:
             for work in works:
                 work.wait()
@@ -173,7 +173,7 @@ class GlooExchange(Communicator):
             raise
 
     def _exchange(self, pairs: list[tuple[Tensor, Tensor]], in_shard: Tensor, kind: int) -> list[Any]:
-        """Receive into and send from each (buffer, source), one pair for each rank of ``_others``."""
+        """Receive into and send from each (buffer, source), one pair per rank of ``_others``."""
         place = int(in_shard.storage_offset()) * in_shard.itemsize // ALIGNMENT
         channel = 2 * self.channel + kind
         tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
@@ -186,9 +186,9 @@ class GlooExchange(Communicator):
         return receives + sends
 
     def _sum(self, output: Tensor, own: Tensor, received: Tensor, divisor: float) -> None:
-        """Add the pieces in order of ranks, so that the result does not depend on who computes it."""
+        """Add the pieces in order of ranks, so that the result is the same on every rank."""
         pieces = [*received[: self._rank], own[self._rank], *received[self._rank :]]
-        if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once a rank
+        if output.dtype in (torch.bfloat16, torch.float16):  # round once, not once per rank
             total = pieces[0].float()
             for piece in pieces[1:]:
                 total.add_(piece)
@@ -205,35 +205,35 @@ _AVERAGE = (dist.ReduceOp.AVG, 1.0, 1.0)
 
 
 class BackendCollectives(Communicator):
-    """The back end's own collectives, several as one call where it can.
+    """The back end's collectives, several in one call if it supports that.
 
-    On a device they are queued on the current stream; on the host they run beside it.
+    On a device they are queued on the current stream; on the host they run concurrently.
     """
 
     # NCCL is slow with many small collectives; on NVLink a copy of 256 KiB costs about as much as
     # the launch of one more.
     packing_limit_bytes = 256 * 1024
-    # A coalesced call is as many collectives, one behind the other, which share one launch: each pays the
-    # latency of all ranks again. What lies beyond is packed, as all would be with one collective a group.
+    # A coalesced call runs its collectives one after another in one launch, and each pays the latency of all
+    # ranks again. Parameters beyond this number are packed, as all are with one collective per group.
     most_direct = 64.0
-    # Above, the transfer takes longer than one more launch; with many ranks, see __init__.
+    # Above this, the transfer takes longer than one more launch; with many ranks, see __init__.
     smallest_part_bytes = float(4 << 20)
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pg, is_async=device.type == "cpu")
-        # A part is cut into a chunk for each rank, as large as one that is worth a collective.
+        # A part is cut into a chunk for each rank, each large enough to be worth a collective.
         self.smallest_part_bytes = max(
             self.smallest_part_bytes, float(self._world * self.packing_limit_bytes)
         )
-        # The calls themselves: a function of ours around each would take as long as its arguments do.
+        # The bare calls: a wrapper around each would take as long as its arguments do.
         self._gather, self._scatter = getattr(pg, c10d.ALL_GATHER), getattr(pg, c10d.REDUCE_SCATTER)
         self._gather_options = c10d.all_gather_options(self._is_async)
         self._can_coalesce = True
-        # The fake back end moves nothing, and counts as one that divides.
+        # The fake back end moves nothing, and counts as dividing.
         self._divides = c10d.is_nccl(pg, device) or c10d.backend_name(pg, device) == "fake"
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """One coalesced call, or one call an output."""
+        """Make one coalesced call, or one call per output."""
         options = self._gather_options
         if len(outputs) == 1:
             work = self._gather(outputs[0], inputs[0], options)
@@ -244,7 +244,7 @@ class BackendCollectives(Communicator):
         return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Sum and divide, in the back end as far as it can. Sums of several dtypes go one after the other."""
+        """Sum and divide, in the back end as far as it can. Sums of several dtypes run one after another."""
         if not outputs:
             return nothing
         dtype, is_one = outputs[0].dtype, len(outputs) == 1
@@ -274,10 +274,10 @@ class BackendCollectives(Communicator):
         return all_of(finishes)
 
     def _division(self, dtype: torch.dtype, divisor: float) -> tuple[Any, float, float]:
-        """How to divide a sum: the operation of the back end, and what is left before and after it.
+        """How to divide a sum: the back end's operation, and the divisors before and after it.
 
-        The sum of float16 numbers is divided in two steps whatever the divisor: an average divides by all of
-        it first, and small numbers are lost.
+        Sums of float16 numbers are always divided in two steps: an average would divide by the whole divisor
+        first, and lose small numbers.
         """
         divides = self._divides and not self.force_sum
         if divides and divisor == self._world and dtype is not torch.float16:
@@ -291,7 +291,7 @@ class BackendCollectives(Communicator):
         return dist.ReduceOp.SUM, before, divisor / before
 
     def _coalesced(self, call: Any, outputs: Any, inputs: Any, *more: Any) -> list[Any] | None:
-        """One call for all pairs; None where the back end cannot, or there are none."""
+        """One call for all pairs; None if the back end cannot, or there are no pairs."""
         if not self._can_coalesce or not outputs:
             return None
         try:
@@ -306,7 +306,7 @@ class BackendCollectives(Communicator):
 
 
 def unless_alone(kind: Callable[..., Communicator], *args: Any) -> Make:
-    """Makes a ``kind`` with ``args``; on a rank that is alone, a plain one."""
+    """Makes a ``kind`` with ``args``, or a ``SingleRank`` on a rank that is alone."""
 
     def make(pg: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         return SingleRank() if pg is None or pg.size() == 1 else kind(pg, device, *args)

@@ -1,8 +1,7 @@
-"""The caller's own collectives and memory, in the form in which a bucket asks for them.
+"""The caller's collectives and memory, in the form that a bucket expects.
 
-A custom collective expects one call a group over one buffer from its own allocator. So no parameter has a
-collective of its own: all are packed (see ``layout/slots.py``), at the
-price of a copy.
+A custom collective expects one call per group over one buffer from its own allocator. So no parameter has
+its own collective: all are packed (see ``layout/slots.py``), at the cost of a copy.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -43,7 +42,7 @@ class AllocatorPool(BufferPool):
 
 
 class CustomCollectives(Communicator):
-    """A collective of the caller, over buffers from the caller's allocator.
+    """The caller's collective, over buffers from the caller's allocator.
 
     Either an all-gather, ``comm(output, input, group, async_op) -> Work | None``, or a reduce-scatter,
     ``comm(output, input, group, op, async_op) -> Work | None``.
@@ -57,7 +56,7 @@ class CustomCollectives(Communicator):
         self.pool: AllocatorPool = AllocatorPool(comm.allocate)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
-        """One call for the packed buffer."""
+        """Make one call for the packed buffer."""
         dtype = self.pool.dtype
         works = [
             self._comm(output.view(dtype), source.view(dtype), self._pg, self._is_async)
@@ -66,7 +65,7 @@ class CustomCollectives(Communicator):
         return waiting_for(works)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Sum by the caller's call, one a dtype, and divide after it."""
+        """Sum by the caller's function, one call per dtype, then divide."""
         before = max((factor_before_sum(source.dtype, divisor) for source in inputs), default=1.0)
         works = [
             self._comm(
@@ -90,9 +89,9 @@ _Buffers = WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Scratch]]]
 class SymmetricMemoryPool(BufferPool):
     """Buffers that all ranks of a process group can address.
 
-    To set one up is collective, and the host waits for it, so they are kept for as long as the process
-    group. All that use the same stream take turns with the same buffers: the blocks of a model need one of
-    each size together, not one each.
+    Setting one up is collective, and the host waits for it, so they live as long as the process group. All
+    users of a stream take turns with the same buffers: the blocks of a model need one of each size together,
+    not one each.
     """
 
     _kept: ClassVar[_Buffers] = WeakKeyDictionary()
@@ -101,7 +100,7 @@ class SymmetricMemoryPool(BufferPool):
         self._pg = pg
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """A buffer of undefined contents, which is free once the current stream comes to it."""
+        """A buffer of undefined contents, free once the current stream gets there."""
         unused = self._unused(num_bytes, device)
         return unused.pop() if unused else Scratch(c10d.symmetric_buffer(self._pg, num_bytes, device))
 
@@ -115,7 +114,7 @@ class SymmetricMemoryPool(BufferPool):
 
 
 class PooledCollectives(BackendCollectives):
-    """The back end's collectives over packed buffers that come from ``pool``; see ``InPlaceAllGather``."""
+    """The back end's collectives over packed buffers from ``pool``; see ``InPlaceAllGather``."""
 
     packs_everything = True
 

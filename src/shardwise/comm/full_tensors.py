@@ -1,10 +1,10 @@
-"""Full tensors out of DTensors, many in few collectives, and rows of full tensors into DTensors.
+"""Full tensors from DTensors, many in few collectives, and rows of full tensors into DTensors.
 
-For any DTensor: parameters, optimizer state, averages, on any mesh with any placements. Knows no modules and
-no groups.
+Works for any DTensor: parameters, optimizer state, averages, on any mesh with any placements. Knows no
+modules and no groups.
 
-A tensor that is the concatenation of its parts is all-gathered in place. Others are all-gathered some rows at
-a time into a staging buffer, from which each rank's rows are copied to where they belong:
+A tensor that is the concatenation of its parts is all-gathered in place. Others are all-gathered a few rows
+at a time into a staging buffer, from which each rank's rows are copied into place:
 
     staging, world 2    | rank 0: rows of A, of B, padding | rank 1: rows of A, of B, padding |
 """
@@ -30,13 +30,13 @@ from shardwise.ranks.packing import in_messages, num_packed_bytes, views_in
 from shardwise.torch_compat import c10d, dtensor
 
 STAGING_BYTES = 8 << 20
-"""The size of a staging buffer over all ranks, unless one row of a tensor needs more."""
+"""The size of a staging buffer over all ranks, unless a row of a tensor needs more."""
 
 PACKED_BELOW = 64 << 10
-"""Parts smaller than this travel together: each message costs as much as copying several times that."""
+"""Parts smaller than this are sent together: a message costs as much as copying several times that."""
 
 BUCKET_BYTES = 64 << 20
-"""Bytes that are gathered or sent at once, unless one tensor is larger."""
+"""Bytes to gather or send at once, unless one tensor is larger."""
 
 
 def sharding_of(tensor: DTensor) -> Split:
@@ -61,7 +61,7 @@ def sharding_of(tensor: DTensor) -> Split:
 
 
 def own_region(tensor: Tensor) -> Region:
-    """The part of a full tensor that this rank holds; all of it, for a tensor that is not a DTensor."""
+    """The part of a full tensor that this rank holds; all of it if ``tensor`` is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.dim(), tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
@@ -69,11 +69,11 @@ def own_region(tensor: Tensor) -> Region:
     return sharding_of(tensor).region(coordinate)
 
 
-# --- out of DTensors ------------------------------------------------------------------------------
+# --- from DTensors --------------------------------------------------------------------------------
 
 
 def batches(tensors: Sequence[Tensor], limit: int, dtypes: Sequence[torch.dtype]) -> Iterator[range]:
-    """Stretches of ``tensors`` whose full bytes stay below ``limit``, or that are one tensor."""
+    """Ranges of ``tensors`` whose full bytes stay below ``limit``, or single tensors."""
     start = size = 0
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
         num_bytes = tensor.numel() * dtype.itemsize
@@ -92,15 +92,15 @@ def gather_full(
     dtypes: Sequence[torch.dtype] | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> list[Tensor | None]:
-    """The full tensors, with memory of their own, on the device of their mesh.
+    """The full tensors, in separate memory, on the device of their mesh.
 
-    Collective over the ranks that share the tensors, in this order. What is no DTensor is copied.
+    Collective over the ranks that share the tensors, in this order. Copies tensors that are not DTensors.
 
     Args:
-        tensors: of any placements but partial ones.
+        tensors: with any placements except partial ones.
         owner: the global rank that gets them, while others get None; None: all ranks do.
-        dtypes: convert each to one of these before it travels.
-        staging_bytes: what the gather may use beside the full tensors.
+        dtypes: convert each to one of these before it is sent.
+        staging_bytes: memory that the gather may use besides the full tensors.
     """
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
     result: list[Tensor | None] = [None] * len(tensors)
@@ -136,12 +136,12 @@ def gather_full(
 
 
 class _Route:
-    """How parts of tensors on one mesh reach their receivers: along one mesh dim after the other."""
+    """How parts of tensors on one mesh reach their receivers: along one mesh dim after another."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], owner: int | None) -> None:
         self.device = device_of(mesh)
         self._mesh = mesh
-        self._in_flight: list[tuple[Finish, Tensor]] = []  # with its input, which must live as long
+        self._in_flight: list[tuple[Finish, Tensor]] = []  # with its input, which it keeps alive
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
@@ -157,12 +157,12 @@ class _Route:
         )
 
     def gather(self, own: Tensor, along: Sequence[int]) -> Tensor | None:
-        """The bytes of ``own`` of all ranks, those along the first of ``along`` farthest apart."""
+        """The bytes of ``own`` of all ranks; along the first dim of ``along`` they are farthest apart."""
         received: Tensor | None = own.contiguous().view(-1).view(torch.uint8)
         for dim in reversed(along):
             if received is not None and self._mesh.size(dim) > 1:
                 self.wait()
-                received = self._gather_along(received, dim)  # None: it was handed on
+                received = self._gather_along(received, dim)  # None: another rank has it
         return received
 
     def wait(self) -> None:
@@ -210,7 +210,7 @@ def gather_to(pg: dist.ProcessGroup, dst: int, own: Tensor, pieces: Sequence[Ten
 
 @dataclass(frozen=True, eq=False)
 class _StagedRows:
-    """A tensor on its way through the staging buffer."""
+    """A tensor that is gathered through the staging buffer."""
 
     local: Tensor
     full: Tensor | None
@@ -224,9 +224,9 @@ class _StagedRows:
 
 
 def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) -> None:
-    """Gather rows of parts, packed, and copy them to where they belong.
+    """Gather rows of parts, packed, and copy them into place.
 
-    Each rank sends as much as the one with the largest part.
+    Every rank sends as many bytes as the one with the largest part.
     """
     forms = [((end - start, *part.split.largest[1:]), part.dtype) for part, start, end in some]
     own = torch.empty(num_packed_bytes(forms), dtype=torch.uint8, device=route.device)
@@ -276,17 +276,17 @@ def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dic
 class RowScatter:
     """Sends rows of full tensors from one rank directly to the ranks that hold them, along one axis.
 
-    For large tensors sharded on dim 0; others are better packed and broadcast.
+    For large tensors sharded on dim 0; packing and broadcasting others is faster.
     """
 
     def __init__(self, axis: Axis, sender: int, device: torch.device) -> None:
-        """``sender``: which of the ranks along ``axis`` has the full tensors."""
+        """``sender``: the rank along ``axis`` that has the full tensors."""
         self._axis = axis
         self._sender = sender
         self._device = device
 
     def takes(self, target: Tensor, start: int, end: int) -> bool:
-        """Whether to send rows [start, end) of ``target`` this way; the same answer on all ranks."""
+        """Whether to send rows [start, end) of ``target`` this way; equal on all ranks."""
         if not isinstance(target, DTensor) or tuple(target.device_mesh.shape) != (self._axis.world,):
             return False
         if dtensor.local_tensor(target).device.type != self._device.type:

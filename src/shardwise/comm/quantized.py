@@ -1,12 +1,12 @@
-"""Numbers as int8 with a scale a block, and communication in that form.
+"""Numbers as int8 with a scale per block, and communication in that form.
 
     block       256 numbers of one parameter, the last perhaps fewer
     scale       largest magnitude in the block / 127, float32
     number      round(x / scale) in -127..127, one byte; error at most scale / 2
     message     | int8 of all numbers | padding to 4 bytes | scales |      1.016 bytes a number
 
-Parameters of fewer than two dims travel as they are: few bytes, in which small numbers often matter. A block
-with an infinity or NaN has a scale that is no number either, and comes out as NaN: overflow is not hidden
+Parameters of fewer than two dims are sent unchanged: they have few bytes, and small numbers often matter in
+them. A block with an infinity or NaN has a scale that is not finite, and becomes NaN: overflow is not hidden
 from loss scaling and clipping.
 
 Source of block quantisation in sharded training: Wang et al., "ZeRO++: Extremely Efficient Collective
@@ -31,11 +31,11 @@ from shardwise.torch_compat import c10d
 
 LEVELS = 127
 _TINY = torch.finfo(torch.float32).tiny
-"""Scales up to here have no reciprocal: such blocks are taken for zeros."""
+"""Scales up to this have no reciprocal: such blocks count as zeros."""
 
 
 class Blocks:
-    """How rows of ``numel`` numbers are cut, and the message of each laid out."""
+    """How rows of ``numel`` numbers are cut into blocks, and the layout of each row's message."""
 
     def __init__(self, numel: int, block_size: int) -> None:
         self.numel = numel
@@ -63,14 +63,14 @@ class Blocks:
         return (blocks * scales.unsqueeze(2)).view(len(messages), -1)[:, : self.numel]
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
-        """``rows`` in the shape (n, count, block_size), filled up with zeros where they need it."""
+        """``rows`` in the shape (n, count, block_size), padded with zeros if needed."""
         if self.numel % self.block_size:
             rows = torch.nn.functional.pad(rows, (0, self.count * self.block_size - self.numel))
         return rows.unflatten(1, (self.count, self.block_size))
 
 
 class RowCodec:
-    """Encodes rows of numbers of one dtype, of which some ranges are quantised and others are not.
+    """Encodes rows of numbers of one dtype, with some ranges quantised.
 
     ``ranges``: (start, end, is quantised), in numbers, without gaps.
     """
@@ -99,7 +99,7 @@ class RowCodec:
         return messages
 
     def decode(self, messages: Tensor, rows: Tensor) -> Tensor:
-        """Fill ``rows`` with what ``messages`` say, and return them."""
+        """Fill ``rows`` with the numbers of ``messages``, and return them."""
         for start, end, blocks, at in self._parts:
             if blocks is None:
                 raw = messages[:, at : at + (end - start) * self._dtype.itemsize].contiguous()
@@ -110,7 +110,7 @@ class RowCodec:
 
 
 def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[int, int, bool]]:
-    """Which numbers of a segment are worth quantising: matrices, parameter by parameter."""
+    """The ranges of a segment, and which are worth quantising: matrices, parameter by parameter."""
     size = segment.dtype.itemsize
     found: list[tuple[int, int, bool]] = []
     for index in segment.slots:
@@ -128,10 +128,10 @@ def numbers_to_quantize(layout: Layout, segment: BufferSegment) -> list[tuple[in
 
 
 class QuantizedCollectives(Communicator):
-    """Reductions in which each rank sends every other one its piece as int8, and sums what it receives.
+    """Reductions in which each rank sends every other one its piece as int8, and sums the received ones.
 
-    An all-to-all of messages; the rank's own piece is not rounded. With feedback, what quantisation has left
-    out is added the next time. It is kept in bfloat16, whose own rounding is a 256th of the error it carries.
+    An all-to-all of messages; the rank's own piece is not rounded. With feedback, the quantisation error is
+    added to the next gradient. It is stored in bfloat16, whose rounding is a 256th of the error.
     """
 
     packs_everything = True
@@ -143,11 +143,11 @@ class QuantizedCollectives(Communicator):
         self._rank = pg.rank()
         self._block_size = block_size
         self._has_feedback = has_feedback
-        self._left_out: dict[int, Tensor] = {}  # by the place of what was quantised
-        self._codecs: dict[int, RowCodec] = {}  # by where the segment begins
+        self._left_out: dict[int, Tensor] = {}  # by the place of the quantised numbers
+        self._codecs: dict[int, RowCodec] = {}  # by the start of the segment
 
     def plan_for(self, layout: Layout) -> None:
-        """Plan for the segments of ``layout``; places mean other parameters from now on."""
+        """Plan for the segments of ``layout``, in which places stand for other parameters."""
         self._left_out.clear()
         self._codecs = {
             segment.start: RowCodec(numbers_to_quantize(layout, segment), torch.float32, self._block_size)
@@ -156,7 +156,7 @@ class QuantizedCollectives(Communicator):
         }
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """An exchange of each output's pieces."""
+        """Exchange each output's pieces."""
         return all_of(
             [
                 self._exchange(output, source, divisor, self._codecs[_offset(output)], _offset(output))
@@ -166,10 +166,10 @@ class QuantizedCollectives(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """An exchange, and an all-gather of the sums in the same form.
+        """Exchange pieces, then all-gather the sums in the same form.
 
-        All ranks end with the same bits: those of the messages of the second part. What is not quantised is
-        summed by the back end.
+        All ranks end with the same bits: those of the all-gathered messages. The back end sums numbers that
+        are not quantised.
         """
         for tensor in tensors:
             start = _offset(tensor)
@@ -188,7 +188,7 @@ class QuantizedCollectives(Communicator):
     def _exchange(
         self, output: Tensor, source: Tensor, divisor: float, codec: RowCodec, place: int
     ) -> Finish:
-        """The sum for one output, whose rows are as ``codec`` expects; ``place`` tells it from others."""
+        """The sum for one output, with rows for ``codec``; ``place`` distinguishes it from others."""
         rows = source.view(self._world, -1).float()
         rows = rows.clone() if rows.data_ptr() == source.data_ptr() else rows
         messages = self._encode(rows, codec, place, self._rank)
@@ -205,9 +205,9 @@ class QuantizedCollectives(Communicator):
         return finish
 
     def _encode(self, rows: Tensor, codec: RowCodec, place: int, unsent: int | None = None) -> Tensor:
-        """Messages of ``rows``, to which what they lacked the last time is added in place.
+        """Messages of ``rows``, to which the last error is added in place.
 
-        ``unsent``: the row that is used as it is.
+        ``unsent``: the row that is used without rounding.
         """
         if place in self._left_out:
             rows.add_(self._left_out[place])
@@ -216,7 +216,7 @@ class QuantizedCollectives(Communicator):
             lacking = rows - codec.decode(messages, torch.empty_like(rows))
             if unsent is not None:
                 lacking[unsent] = 0
-            # Of numbers that are none, nothing.
+            # Infinities and NaNs leave no error.
             self._left_out[place] = lacking.nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
         return messages
 
@@ -235,14 +235,14 @@ class QuantizedCollectives(Communicator):
 
 
 def _offset(tensor: Tensor) -> int:
-    """Where it begins in its buffer, in bytes."""
+    """The start of ``tensor`` in its buffer, in bytes."""
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
 class Int8AllGather(AllGather):
     """An all-gather that sends floating-point matrices as int8. All parameters are packed.
 
-    Each rank, the one that holds them too, computes with what the messages say.
+    Every rank computes with the rounded numbers, even the one that holds the shard.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, buffer: UnshardedBuffer, block_size: int) -> None:
@@ -256,7 +256,7 @@ class Int8AllGather(AllGather):
         self._message_bytes = sum(codec.message_bytes for *_, codec in self._segments)
 
     def start(self, stream: CommStream, inputs: Sequence[Tensor]) -> Finish:
-        """Fill the unsharded buffer from ``inputs``, which ``cut`` makes; returns the function that waits."""
+        """Fill the unsharded buffer from ``inputs``, made by ``cut``; return the function that waits."""
         self._buffer.allocate()
         messages = [
             codec.encode(inputs[0][start:end].view(dtype).view(1, -1)).view(-1)

@@ -28,19 +28,19 @@ class GradientPart:
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
-        """All of them."""
+        """The indices of all its parameters."""
         return self.direct + tuple(index for segment in self.packed_segments for index in segment.slots)
 
 
 _MOST_PARTS = 4
-"""Parts of a bucket, at most. Of three equal parts, two in flight and one being computed make a whole."""
+"""The most parts of a bucket. Of three equal parts, two are in flight while one is computed."""
 
 
 class ReduceScatter:
     """The reduce-scatter of one bucket's gradients, planned once and issued many times.
 
-    Large gradients do not wait for each other: ``parts`` says which are reduced together. The parameters
-    registered last come first, which is the order of most backwards; packed ones come with the last part.
+    Large gradients do not wait for each other: those in one of ``parts`` are reduced together. The parameters
+    registered last come first, which is the order of most backwards; packed ones are in the last part.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class ReduceScatter:
         self.layout = layout
         self.device = device
         least = comm.smallest_part_bytes if part_bytes is None else part_bytes
-        # What packs everything gets it in one call, on a single rank as well, where all are direct.
+        # A communicator that packs everything gets one call, even on a single rank, where all are direct.
         self.parts = self._plan_parts(math.inf if comm.packs_everything else least)
-        self._chunked: set[int] = set()  # starts of segments of nothing but chunks of rows, and padding
-        self._plain: set[int] = set()  # of those, segments without padding
+        self._chunked: set[int] = set()  # starts of segments that contain only chunks of rows and padding
+        self._plain: set[int] = set()  # those of them without padding
         for segment in layout.packed_segments:
             slots = [layout.slots[index] for index in segment.slots]
             if all(s.dim == 0 and s.chunk_numel and not (s.is_strided or s.is_replicated) for s in slots):
@@ -66,7 +66,7 @@ class ReduceScatter:
         """The memory that a part holds until it is waited for, in units of its gradients."""
 
     def _padding(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Zeros behind each chunk of a parameter, one row for each rank; made once."""
+        """Zeros behind each chunk of a parameter, one row per rank; made once."""
         found = self._paddings.get((dtype, numel))
         if found is None:
             with torch.inference_mode(False):
@@ -101,8 +101,8 @@ class ReduceScatter:
     ) -> Finish:
         """Issue the reduction of ``part``; a gradient of None is None on all ranks.
 
-        ``gradients`` has one item for every parameter. ``sums`` returns the output, which is laid out as the
-        flat shard. Gradients must stay untouched until the returned function has waited.
+        ``gradients`` has one item per parameter. ``sums`` returns the output, laid out as the flat shard.
+        Gradients must stay untouched until the returned function has waited.
         """
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
@@ -181,7 +181,7 @@ _dtype = attrgetter("dtype")
 
 
 def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
-    """True if none is None, and all are contiguous and of ``dtype``; in loops that run in C."""
+    """True if none is None, and all are contiguous and of ``dtype``; in C loops."""
     there = all(map(is_not, tensors, repeat(None)))
     return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
 

@@ -1,6 +1,6 @@
-"""Communicators that reduce gradients in the caller's ways: by a hook, or in a smaller dtype.
+"""Communicators that reduce gradients as the caller chooses: by a hook, or in a smaller dtype.
 
-As int8: see ``quantized.py``.
+For int8, see ``quantized.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from shardwise.comm.streams import Finish, nothing
 class HookedCollectives(Communicator):
     """FSDP1's hooks: ``(grad)`` over replicas, ``(grad, output)`` over shards, each with its state bound.
 
-    Over a mesh of both the hook does the shards, and the averages go over the ``replicas`` as usual.
+    On a mesh of both, the hook reduces over shards, and the averages over ``replicas`` are as usual.
     """
 
     packs_everything = True
@@ -34,7 +34,7 @@ class HookedCollectives(Communicator):
         """The hook's result for one flat gradient of each dtype, as one of ``replicas`` summands."""
         for dtype in dict.fromkeys(source.dtype for source in inputs):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
-            if len(pairs) > 1:  # on a single rank, or of parameters that are packed apart
+            if len(pairs) > 1:  # on a single rank, or for parameters packed separately
                 sizes = [output.numel() for output, _ in pairs]
                 rows = [
                     source.view(self._world, size) for (_, source), size in zip(pairs, sizes, strict=True)
@@ -52,14 +52,14 @@ class HookedCollectives(Communicator):
         return nothing
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """The hook, where it serves replicas only."""
+        """Call the hook, if it is for replicas only."""
         for tensor in tensors:
             _filled(tensor, self._hook)
         return nothing
 
 
 def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Have ``hook`` fill ``target``, even if it gives its argument other memory, as torch's own hooks do."""
+    """Have ``hook`` fill ``target``, even if it gives its argument other memory, as torch's hooks do."""
     given = target.detach()
     hook(given)
     if given.data_ptr() != target.data_ptr() or given.dtype != target.dtype:
@@ -67,7 +67,7 @@ def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 class LowPrecisionCollectives(Communicator):
-    """Sums of casts to ``dtype``, over shards and replicas. Sums of float16 are kept in range."""
+    """Sums in ``dtype``, over shards and replicas. Sums of float16 are kept in range."""
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(pg)
@@ -77,7 +77,7 @@ class LowPrecisionCollectives(Communicator):
         self.reduce_memory_factor = self._plain.reduce_memory_factor + 1.0  # the casts, which are smaller
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
-        """Cast, sum, cast back, divide. Numbers that go into a sum of float16 are divided before the cast."""
+        """Cast, sum, cast back, divide. For a sum in float16, numbers are divided before the cast."""
         before = factor_before_sum(self._dtype, divisor)
         sources = [(s if before == 1.0 else s / before).to(self._dtype) for s in inputs]
         results = [torch.empty_like(output, dtype=self._dtype) for output in outputs]

@@ -2,9 +2,9 @@
 
 Large gradients are reduced as soon as they are complete, and freed as soon as they are reduced.
 
-The two stages run on two streams. On a device both are queued at once. On the host the second begins when the
-first has been waited for, which ``advance`` does: while the reduction of one group goes over the replicas,
-that of the next group goes over the shards.
+The two stages run on two streams. On a device both are queued at once. On the host, ``advance`` waits for the
+first and begins the second: while one group is reduced over the replicas, the next is reduced over the
+shards.
 """
 
 from collections import deque
@@ -28,12 +28,12 @@ Agree = Callable[[Tensor, Sequence[int]], None]
 
 @dataclass(frozen=True)
 class SecondStage:
-    """What is done with the sums over the shard axis, and where the result goes.
+    """The processing of the sums over the shard axis, and the place of the result.
 
     ``layout``, ``device``, ``is_pinned``: of the result. ``summed``: indices of the parameters that may have
-    gradients on some rank; None where the sums are only moved to the result. ``all_reduce`` sums over
-    replicas in place; None where there are no replicas, or not now. ``earlier``: sums of earlier backwards
-    that have yet to be summed over replicas. ``agree``: see ``Reduction``; here for sums over replicas.
+    gradients on some rank; None if the sums are only moved to the result. ``all_reduce`` sums over replicas
+    in place; None if there are no replicas, or not now. ``earlier``: sums of earlier backwards that have yet
+    to be summed over replicas. ``agree``: see ``Reduction``; here for sums over replicas.
     """
 
     layout: Layout
@@ -49,10 +49,10 @@ class SecondStage:
 class Reduction:
     """The reduction of one bucket, sent in one or several parts, and closed after the last.
 
-    ``is_filled``: every parameter will have a gradient. ``agree`` gives scalars, which all ranks keep, the
-    same bits on all of them: those among the parameters of these indices, in a buffer of sums. It
-    communicates as the reduce-scatter does, and so on its stream. ``awaited``: what this rank waits for when
-    it waits for this (see ``ranks``).
+    ``is_filled``: every parameter will have a gradient. ``agree`` gives scalars, of which every rank has a
+    copy, the same bits on all ranks: the scalars among the parameters of these indices, in a buffer of sums.
+    It communicates like the reduce-scatter, and so on its stream. ``awaited``: the wait for this reduction
+    (see ``ranks``).
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Reduction:
         self.output: Tensor | None = None  # allocated when the first part is sent
         self._is_filled = is_filled
         self.present = [is_filled] * len(reduce.layout.slots)
-        """For each parameter, whether a gradient was or will be sent."""
+        """Whether a gradient was or will be sent, for each parameter."""
         self._unreduced: deque[tuple[CommWork, Sequence[Tensor | None]]] = deque()  # parts not waited for
         self.held_bytes: deque[float] = deque()
-        """For each of these parts the memory that ``release_part`` will free."""
+        """The memory that ``release_part`` will free, for each of these parts."""
         self._last_event: Any = None  # on a device, behind the last part
         self._stage: SecondStage | None = None  # once it is closed
         self._stage_work: CommWork | None = None
@@ -92,14 +92,14 @@ class Reduction:
     def send(
         self, part: GradientPart, gradients: Sequence[Tensor | None], made_on: Sequence[Any] = ()
     ) -> None:
-        """Start the reduction of ``part``; ``gradients``, which has one item for every parameter, must stay
-        untouched until it is released.
+        """Start the reduction of ``part``; ``gradients``, one item per parameter, must stay untouched until
+        it is released.
 
         ``made_on``: the streams on which they were made, if not all on the computing one.
         """
         stream = self._streams.reduce_scatter
         stream.wait_for_compute(users=made_on)
-        self._made_on = made_on  # with those of the parts before
+        self._made_on = made_on  # with those of earlier parts
         if not self._is_filled:
             for index in part.indices:
                 self.present[index] = self.present[index] or gradients[index] is not None
@@ -118,7 +118,7 @@ class Reduction:
 
         On the reducing stream: memory that the optimizer reads goes back to that stream's pool, from which
         only later reductions allocate, and those come after the optimizer. The computing stream may be far
-        ahead of an optimizer that runs on a stream of its own.
+        ahead of an optimizer that runs on another stream.
         """
         if self.output is None:
             self.output = buffer_for(self._layout, self._reduce.device, is_filled=self._is_filled)
@@ -134,20 +134,20 @@ class Reduction:
         return finish_alike
 
     def release_part(self) -> None:
-        """Wait for the oldest part that was not waited for, and drop its gradients."""
+        """Wait for the oldest part in flight, and drop its gradients."""
         self._unreduced[0][0].wait()
         self._unreduced.popleft()
         self.held_bytes.popleft()
 
     def release_parts(self) -> None:
-        """Wait for the sums over the shard axis, which the second stage works on; drop the gradients."""
+        """Wait for the sums over the shard axis, the input of the second stage; drop the gradients."""
         while self._unreduced:
             self.release_part()
 
     # --- the second stage -------------------------------------------------------------------------
 
     def close(self, stage: SecondStage) -> None:
-        """All parts are sent; say what happens to the sums."""
+        """All parts are sent; ``stage`` processes the sums."""
         self._stage = stage
         assert self.output is not None  # a part was sent
         self.arrives_on_host = stage.device != self.output.device
@@ -218,7 +218,7 @@ class Reduction:
     # --- the end ----------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Wait for both stages, then drop the gradients and the buffers that the device worked with."""
+        """Wait for both stages, then drop the gradients and the buffers that the device used."""
         if not self._is_advanced:
             self.advance()
         if self._stage_work is not None:  # which ends after the parts
@@ -230,7 +230,7 @@ class Reduction:
         self._scratch.clear()
 
     def finish(self) -> Tensor:
-        """Wait until the result is there; returns it, in the layout of the second stage."""
+        """Wait for the result; return it, in the layout of the second stage."""
         self.release()
         if self.arrives_on_host:
             assert self._stage_work is not None  # it copies the result
@@ -239,7 +239,7 @@ class Reduction:
         return self.output
 
     def drop(self) -> None:
-        """Wait for what was started and discard it. A closed one finishes: the replicas wait for it."""
+        """Wait for the reduction and discard it. A closed one finishes: the replicas wait for it."""
         if self._stage is not None:
             self.finish()
         else:
@@ -252,5 +252,5 @@ class Reduction:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers of this rank's sums: the result, and those that it is cast or copied from."""
+        """The buffers of this rank's sums: the result, and those it is cast or copied from."""
         return [*([] if self.output is None else [self.output]), *self._scratch]

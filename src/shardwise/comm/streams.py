@@ -1,16 +1,16 @@
-"""Streams: where communication runs beside the computation.
+"""Streams, on which communication runs concurrently with the computation.
 
 Communication is submitted as ``start``, a function that issues the collectives and returns ``finish``, which
-waits for them and unpacks. On a device, both are queued at once, on a stream of their own, and the computing
+waits for them and unpacks. On a device, both are queued at once, on a separate stream, and the computing
 stream later waits for an event. On the host there are no streams: ``start`` hands the collectives to the back
-end's own threads, and ``finish`` runs when the result is needed.
+end's threads, and ``finish`` runs when the result is needed.
 
 Memory on a device follows one rule: a transient buffer is allocated and freed with its stream current, after
 that stream has waited for the event that marks the last use of the buffer. ``record_stream`` is never used.
 
-Streams and events are those of the device's own module, such as ``torch.cuda``. A generic ``torch.Stream``
-does not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA's leaves empty. A
-stream of ``torch.cuda`` waits for both kinds.
+Streams and events are those of the device's module, such as ``torch.cuda``. A generic ``torch.Stream`` does
+not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA's leaves empty. A stream of
+``torch.cuda`` waits for both kinds.
 """
 
 from collections import deque
@@ -31,13 +31,13 @@ StartWork = Callable[[], Finish]
 
 
 def nothing() -> None:
-    """The ``finish`` of work that is over already."""
+    """The ``finish`` of work that is already over."""
 
 
 class WaitThen:
-    """A ``finish`` in two steps: ``wait`` for other ranks, then do what is left.
+    """A ``finish`` in two steps: ``wait`` for other ranks, then run ``then``.
 
-    Any one thread may wait; what is left belongs to the thread that calls.
+    Any one thread may wait; ``then`` belongs to the thread that calls.
     """
 
     __slots__ = ("then", "wait")
@@ -47,7 +47,7 @@ class WaitThen:
         self.then = then
 
     def __call__(self) -> None:
-        """Both."""
+        """Run both steps."""
         self.wait()
         self.then()
 
@@ -60,7 +60,7 @@ def waiting_for(works: Sequence[Any]) -> Finish:
 
 
 def all_of(finishes: Sequence[Finish]) -> Finish:
-    """One that calls all of them."""
+    """A ``finish`` that calls all of ``finishes``."""
 
     def finish() -> None:
         for each in finishes:
@@ -70,7 +70,7 @@ def all_of(finishes: Sequence[Finish]) -> Finish:
 
 
 def in_two_steps(finish: Finish) -> tuple[Finish, Finish] | None:
-    """How ``finish`` waits for other ranks, and what it does then; None if it does both together."""
+    """The steps of ``finish``: the wait for other ranks, and the rest; None if they are inseparable."""
     if isinstance(finish, WaitThen):
         return finish.wait, finish.then
     is_of_work = getattr(finish, "__name__", "") == "wait"  # see ``waiting_for``
@@ -80,8 +80,8 @@ def in_two_steps(finish: Finish) -> tuple[Finish, Finish] | None:
 class CommWork:
     """Communication in flight.
 
-    ``wait`` lets the computation use the result and acts once only; ``synchronize`` lets the host use it.
-    While the host waits in either, the monitor of ``awaited`` knows for what (see ``ranks``).
+    ``wait`` lets the computation use the result and acts only once; ``synchronize`` lets the host use it.
+    While the host waits in either, the monitor of ``awaited`` records what for (see ``ranks``).
     """
 
     def __init__(self, complete: Finish, end: Any = None, awaited: Wait | None = None) -> None:
@@ -91,7 +91,7 @@ class CommWork:
         self.awaited = awaited
 
     def wait(self) -> None:
-        """Have the computation continue only when the result is in place.
+        """Make the computation wait for the result.
 
         Raises:
             CommunicationError: another rank has failed.
@@ -123,7 +123,7 @@ _V = TypeVar("_V")
 
 
 class Scratch:
-    """A buffer of bytes from a pool, and the views of it that are used again and again."""
+    """A buffer of bytes from a pool, and its reusable views."""
 
     _MOST_VIEWS = 64
 
@@ -141,14 +141,14 @@ class Scratch:
 
 
 class BufferPool:
-    """Gives out buffers of bytes: here new ones, from memory of the current stream."""
+    """Provides buffers of bytes: here new ones, from memory of the current stream."""
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A buffer of at least ``num_bytes``, with undefined contents, to hold numbers of ``dtype``."""
         return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def release(self, scratch: Scratch) -> None:
-        """Take the buffer back: everything issued with it has been waited for."""
+        """Take the buffer back, after all work issued with it has been waited for."""
 
 
 _NO_CONTEXT = nullcontext()
@@ -156,17 +156,17 @@ _size = attrgetter("num_bytes")
 
 
 KEPT_STAGING_BYTES = 1 << 20
-"""On the host, scratch buffers for parameters up to this size are kept. Above, memory matters more, and the
-transfer takes longer."""
+"""On the host, scratch buffers for parameters up to this size are kept. Above it, memory matters more, and
+the transfer takes longer."""
 
 
 class CommStream(BufferPool):
-    """Where communication is submitted. Methods that only a device needs do nothing here."""
+    """Takes communication. Methods that only a device needs do nothing here."""
 
     _stream: Any = None  # of a device
     _host_copies: "HostCopies | None" = None
     last_event: Any = None
-    """On a device, at the end of what was submitted last."""
+    """On a device, at the end of the work submitted last."""
 
     def submit(self, start: StartWork, users: Sequence[Any] = (), awaited: Wait | None = None) -> CommWork:
         """Issue the work.
@@ -175,7 +175,7 @@ class CommStream(BufferPool):
         it finishes the work.
         """
         if awaited is not None:
-            awaited.monitor.issuing = awaited  # a back end may block: while it connects, or until all come
+            awaited.monitor.issuing = awaited  # a back end may block, to connect or to wait for all ranks
         try:
             if self._stream is None:
                 complete, end = start(), None
@@ -201,17 +201,17 @@ class CommStream(BufferPool):
 
     def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
         """Order everything submitted later behind ``event``, or behind all work of the computing stream and
-        of ``users``. On the host it is done when the call returns."""
+        of ``users``. On the host that work is already done."""
 
     def wait_for_optimizer(self, event: Any = None) -> None:
-        """As ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
+        """Like ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """The result of ``copy``, which reads memory of the host, for the work that is being submitted."""
+        """The result of ``copy``, which reads host memory, for the work being submitted."""
         return copy()
 
     def wait_until_host_was_read(self) -> None:
-        """Block the host until every ``copy_in`` is done, and for nothing else: it may write there now."""
+        """Block the host only until every ``copy_in`` is done: it may write there now."""
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """The context in which this stream's buffers are allocated and freed."""
@@ -219,26 +219,26 @@ class CommStream(BufferPool):
 
 
 class HostStream(CommStream):
-    """Work of the back end's own threads. Only waiting orders it.
+    """Work of the back end's threads. Only waiting orders it.
 
-    Keeps a few scratch buffers for the next use: memory fresh from the system costs more in page
-    faults than the copies through it (at width 128 a third of the time added to a block).
+    Keeps a few scratch buffers for the next use: page faults of fresh memory cost more than the copies
+    through it (at width 128 a third of the time added to a block).
     """
 
-    _MOST_KEPT = 2  # one of a group, one of the next group
+    _MOST_KEPT = 2  # one for a group, one for the next group
 
     def __init__(self) -> None:
         self._kept: list[Scratch] = []  # by size
         self._largest_kept_bytes = KEPT_STAGING_BYTES
 
     def keep_staging_of(self, layouts: Iterable[Layout]) -> None:
-        """Keep buffers as large as these need them to be for small parameters and all padding."""
+        """Keep buffers large enough for the small parameters and all padding of these layouts."""
         small = [each for each in layouts if each.content_bytes <= KEPT_STAGING_BYTES]
         sizes = [each.world * each.packed_bytes for each in small]
         self._largest_kept_bytes = max([KEPT_STAGING_BYTES, *sizes])
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """The smallest buffer that is kept and large enough, or a new one."""
+        """The smallest kept buffer that is large enough, or a new one."""
         for index, scratch in enumerate(self._kept):
             if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
                 del self._kept[index]
@@ -247,7 +247,7 @@ class HostStream(CommStream):
             return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
     def release(self, scratch: Scratch) -> None:
-        """Keep the buffer, unless there are enough."""
+        """Keep the buffer, unless enough are kept."""
         if scratch.num_bytes <= self._largest_kept_bytes:
             has_others = bool(self._kept)
             self._kept.append(scratch)
@@ -257,11 +257,11 @@ class HostStream(CommStream):
 
 
 class HostCopies:
-    """Copies from host memory for the work of another stream, ``user``, on a stream of their own.
+    """Copies from host memory for the work of another stream, ``user``, on a separate stream.
 
-    They run ahead: while one collective of ``user`` is under way, the copy for the next one runs, and does
-    not wait for it. What was copied lies in memory of the copying stream, and is kept until that has waited
-    for the work that uses it. There are copies for two pieces of work at most:
+    They run ahead: while one collective of ``user`` is in flight, the copy for the next one runs, and does
+    not wait for it. Copies lie in memory of the copying stream, and are kept until that has waited for the
+    work that uses them. There are copies for at most two pieces of work:
 
         copies     [copy 1][copy 2]        [copy 3]         copy 3 waits for the end of AG 1
         user               [  AG 1  ][  AG 2  ][  AG 3  ]
@@ -272,13 +272,13 @@ class HostCopies:
     def __init__(self, stream: Any, user: Any) -> None:
         self._stream = stream
         self._user = user
-        self._new: list[Any] = []  # for work that is being submitted
+        self._new: list[Any] = []  # for the work being submitted
         self._kept: deque[tuple[list[Any], Any]] = deque()  # with the event at the end of the work
         self._last: Any = None  # the event behind the last copy
         self.wait_for_user()
 
     def wait_for_user(self) -> None:
-        """Order later copies behind what ``user`` was given."""
+        """Order later copies behind the work queued on ``user``."""
         self._stream.wait_stream(self._user)
 
     def run(self, copy: Callable[[], _V]) -> _V:
@@ -302,7 +302,7 @@ class HostCopies:
             self._new = []
 
     def synchronize(self) -> None:
-        """Block the host until all copies are done, and drop them: the host may write what they have read."""
+        """Block the host until all copies are done, and drop them: the host may overwrite their sources."""
         last, self._last = self._last, None
         if last is not None:
             last.synchronize()
@@ -312,7 +312,7 @@ class HostCopies:
 
 
 class DeviceStream(CommStream):
-    """Work on a stream of its own, in memory that torch caches: only this stream gets again what it frees."""
+    """Work on a separate stream, in memory that torch caches: only this stream reuses what it frees."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._current = partial(_own(device, "current_stream", torch.accelerator), device)
@@ -327,13 +327,13 @@ class DeviceStream(CommStream):
                 user.wait_event(end)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
-        """On a stream of its own, to whose memory the result belongs: see ``HostCopies``."""
+        """On a separate stream, which owns the memory of the result: see ``HostCopies``."""
         if self._host_copies is None:
             self._host_copies = HostCopies(self._make_stream(), self._stream)
         return self._host_copies.run(copy)
 
     def wait_until_host_was_read(self) -> None:
-        """By the event behind the last copy."""
+        """Wait for the event behind the last copy."""
         if self._host_copies is not None:
             self._host_copies.synchronize()
 
@@ -349,18 +349,18 @@ class DeviceStream(CommStream):
                 self._stream.wait_stream(user)
 
     def wait_for_optimizer(self, event: Any = None) -> None:
-        """Queue them on the copying stream as well."""
+        """Queue the waits on the copying stream as well."""
         self.wait_for_compute(event)
         if self._host_copies is not None:
             self._host_copies.wait_for_user()
 
     def allocation_scope(self) -> AbstractContextManager[Any]:
-        """This stream is current."""
+        """Make this stream current."""
         return self._stream
 
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
-    """``function``, run on ``stream``, ordered with what comes before and after it on the current stream."""
+    """``function``, run on ``stream``, ordered with the work before and after it on the current stream."""
 
     def run(tensor: torch.Tensor) -> None:
         current = current_stream(tensor.device)
@@ -378,14 +378,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the current stream: then the host can wait for nothing."""
+    """Whether a CUDA graph captures the current stream, so that the host cannot wait."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
     """True if ``thing`` is a stream or an event (``kind`` is "Stream" or "Event") of ``device``.
 
-    Each device's module has classes of its own; objects of torch's generic classes have a ``device``.
+    Each device's module has its own classes; objects of torch's generic classes have a ``device``.
     """
     generic = getattr(torch, kind)
     if type(thing) is generic:
@@ -400,7 +400,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def timed_event(device: torch.device) -> Any:
-    """An event that knows when the device came to it, recorded on the computing stream of ``device``."""
+    """An event with timing, recorded on the computing stream of ``device``."""
     own = _own(device, "Event", torch)
     event = own(device=device, enable_timing=True) if own is torch.Event else own(enable_timing=True)
     event.record(current_stream(device))
@@ -408,7 +408,7 @@ def timed_event(device: torch.device) -> Any:
 
 
 def _own(device: torch.device, name: str, generic: Any) -> Any:
-    """``name`` of the device's own module, or of ``generic`` where that module has none."""
+    """``name`` from the device's module, or from ``generic`` if that lacks it."""
     module = torch.get_device_module(device) if has_streams(device) else torch.cpu
     return getattr(module, name, None) or getattr(generic, name)
 
@@ -419,14 +419,14 @@ class CommStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.are_device_streams = has_streams(device)
-        """Whether work may be queued behind other work without the host waiting for it."""
+        """Whether work can be queued behind other work without blocking the host."""
         # The computation waits for all-gathers next, so they go before its own kernels.
         make = partial(DeviceStream, device, priority=-1) if self.are_device_streams else HostStream
         self.all_gather: CommStream = make()
         self.reduce_scatter: CommStream = make()
         self.all_reduce: CommStream = make()
         self.are_labelled = False
-        """Whether what is submitted is named in profiler ranges: set by each pass, if a profiler records."""
+        """Whether profiler ranges name submitted work: set by each pass, if a profiler records."""
         self._number_of_current = autograd.number_of_stream(device) or partial(current_stream, device)
 
     def note_current(self, seen: dict[Hashable, Any]) -> None:
@@ -437,10 +437,10 @@ class CommStreams:
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Order all-gathers behind the optimizer, which writes the shards: behind the computing stream, or
-        behind ``event``, recorded on another one.
+        behind ``event``, recorded on another stream.
 
         Reductions wait for the event as well: they may reuse the memory of gradients that the optimizer
-        reads there. Behind the computing stream they are ordered in any case.
+        reads there. They are always ordered behind the computing stream.
         """
         self.all_gather.wait_for_optimizer(event)
         if event is not None:
@@ -454,6 +454,6 @@ class CommStreams:
                 stream.keep_staging_of(layouts)
 
     def make_compute_wait_for(self, event: Any) -> None:
-        """Have the computing stream wait for ``event``."""
+        """Make the computing stream wait for ``event``."""
         if self.are_device_streams:
             current_stream(self._device).wait_event(event)

@@ -1,4 +1,4 @@
-"""What a caller writes for an amount of memory and for a batch: read and checked."""
+"""What a caller passes for a dry run: the model, an amount of memory, a batch; read and checked."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.arguments import check_type
+from shardwise.arguments import check_module, check_type
 from shardwise.dry_run.step import Call, fakes_of
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat import pytree
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -20,6 +21,17 @@ _DTYPES = {
     "int64": torch.int64,
     "int32": torch.int32,
 }
+
+
+def check_model(caller: str, model: Any) -> None:
+    """Refuse what no step can be tried of."""
+    check_module(caller, model)
+    if sharded_module_states(model):
+        raise ValueError(f"{caller}: modules of the model are sharded already. Pass it as it was before.")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            f"{caller}: no parameter of the model requires a gradient, so there is no step to take."
+        )
 
 
 def memory_in_bytes(caller: str, memory: Any) -> int:

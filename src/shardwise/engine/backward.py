@@ -1,7 +1,7 @@
 """One backward: which groups are unsharded and resharded as it proceeds, and when gradients are reduced.
 
 Resharding. Autograd runs the nodes of a graph from the latest created to the earliest, except for gradient
-accumulation. So when backward reaches the outputs of one call, every call that was *entered after* that call
+accumulation. So when backward reaches the outputs of a call, every call that was *entered after* that call
 *exited* is over, frozen weights included, and its group may be resharded. A clock that ticks at every enter
 and exit orders the calls.
 
@@ -9,14 +9,14 @@ and exit orders the calls.
     clock      1     2   3 4   5   6        at a's outputs (exit 3): b (enter 4) is over,
                                             root (enter 1) is not
 
-Gradients. A group reduces as soon as the gradients of all its trainable parameters are there: large ones
-before that, in parts (gradient_parts.py); where ranks may use different parameters, at the end of backward.
-``ParameterGroup.max_in_flight`` says how many reductions may be in flight beside the group in backward. A
-group with unused parameters reduces when backward has passed its first call, or at the end of backward.
+Gradients. A group reduces as soon as the gradients of all its trainable parameters are complete. Large ones
+are reduced earlier, in parts (gradient_parts.py). If ranks may use different parameters, it reduces at the
+end of backward. ``ParameterGroup.max_in_flight`` limits the reductions in flight besides the group in
+backward. A group with unused parameters reduces when backward has passed its first call, or at its end.
 
 Graph tasks. Reentrant checkpointing nests backwards: each is a graph task of autograd, which holds a callback
-with a guard until the task ends. If the task fails, autograd drops both without calling the callback, and
-this shows that the backward failed.
+with a guard until the task ends. If the task fails, autograd drops both without calling the callback, which
+shows that the backward failed.
 """
 
 import math
@@ -40,14 +40,14 @@ from shardwise.torch_compat.functorch import outside_transforms
 
 _synchronizes = attrgetter("settings.requires_gradient_sync")
 
-RUNNING = -1.0  # clock of a module whose forward is being recomputed: it is not over
-RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: it is over when another begins
+RUNNING = -1.0  # clock of a module whose forward is being recomputed: not over
+RECOMPUTED = math.inf  # clock of a module whose forward was recomputed: over when another begins
 
 
 class Guard:
-    """Owned by autograd only, through the callback at the end of a backward.
+    """Owned only by autograd, through the callback at the end of a backward.
 
-    If it dies before that callback has run, the backward has failed, and it calls ``on_failure``.
+    If it dies before that callback runs, the backward has failed, and it calls ``on_failure``.
     """
 
     __slots__ = ("__weakref__", "on_failure")
@@ -64,7 +64,7 @@ class GraphTask:
     """One graph task of autograd.
 
     ``active``: the groups that it uses, each with the clock at which its call was entered. ``made``: the mark
-    of the nodes that it creates. ``reached``: the mark of the created node that it has reached last.
+    of the nodes that it creates. ``reached``: the mark of the last created node that it has reached.
     """
 
     def __init__(self, number: int, guard: Guard) -> None:
@@ -78,7 +78,7 @@ class GraphTask:
     def is_running(self) -> bool:
         """False once autograd has dropped this graph task, whether it ended or failed.
 
-        Asks whether the guard is alive, not the task: a traceback may keep that alive.
+        Checks whether the guard is alive, since a traceback may keep the task alive.
         """
         return self._guard() is not None
 
@@ -123,7 +123,7 @@ class BackwardPass:
         root.prefetch.backward_order.rewind()
 
     def task_of(self, number: int) -> GraphTask:
-        """The graph task of a number; begins it at its first event."""
+        """The graph task with this number; begins it at its first event."""
         for task in self.tasks:
             if task.number == number:
                 return task
@@ -139,7 +139,7 @@ class BackwardPass:
         return any(task.is_running for task in self.tasks)
 
     def has_gradients(self) -> bool:
-        """True once there are gradients of some group."""
+        """True once some group has gradients."""
         return bool(self.reduced) or any(g.gradients.state in (PENDING, REDUCING) for g in self._root.groups)
 
     def drop_failed(self) -> None:
@@ -156,11 +156,11 @@ class BackwardPass:
             self.tasks.remove(task)
         else:
             self._end()
-            self._root.backward = None  # last: if the end fails, the task must still show it
+            self._root.backward = None  # last: if the end fails, the task must still show the failure
         guard.on_failure = None
 
     def _end(self) -> None:
-        """End the outermost backward: reduce what is left, and reshard."""
+        """End the outermost backward: reduce the remaining gradients, and reshard."""
         root, held = self._root, self._root.unsharded_groups
         for group in root.groups:
             state = group.gradients.state
@@ -187,13 +187,12 @@ class BackwardPass:
         root.monitor.phase = "forward" if is_inside else ""
 
     def _refuse_half(self) -> None:
-        """Refuse the first half of a split backward where nobody would see the second.
+        """Refuse the first half of a split backward if the second would compute nothing.
 
         Zero-bubble schedules of torch's pipelines compute the gradients of a stage's inputs first, and those
-        of its weights later. A stage of torch's looks for the weights among ``module.parameters()``, which
-        are the shards. No graph has these: it finds none, and ``.grad`` would stay None without a word. Our
-        own stage has its weights computed by microbatches.py. The first half keeps its graph; few backwards
-        do.
+        of its weights later. torch's stage looks for the weights among ``module.parameters()``. These are the
+        shards, which are in no graph, so ``.grad`` would silently stay None. For our own stage,
+        microbatches.py computes the weights. The first half keeps its graph; few other backwards do.
         """
         root = self._root
         if any(feature.computes_weights for feature in root.features):
@@ -209,7 +208,7 @@ class BackwardPass:
     # --- unshard and reshard ----------------------------------------------------------------------
 
     def enter(self, task: GraphTask, call: Call) -> None:
-        """Backward has reached the outputs of ``call``: have the parameters of its group unsharded."""
+        """Backward has reached the outputs of ``call``: unshard its group."""
         root, group = self._root, call.group
         if torch.is_grad_enabled():  # create_graph=True
             created_nodes(root).track(autograd.current_node())
@@ -223,7 +222,7 @@ class BackwardPass:
             root.observer("backward", group.name)
         around = call.parent
         while around is not None and active.get(around.group) is None:
-            # Its outputs are not part of this backward, but what it ran before this call may be.
+            # Its outputs are not part of this backward, but its work before this call may be.
             active[around.group] = around.enter
             self._unshard_around(around.group)
             around = around.parent
@@ -259,14 +258,14 @@ class BackwardPass:
             held.unshard(other, held.reasons.get(other) or IN_USE)
         if chosen.backward_prefetch is not None or group.policy.backward_prefetch == "before":
             for ahead in prefetch.coming(group, chosen.backward_prefetch, order):
-                if ahead.settings.unshard_in_backward:  # as unshard_ahead, a frame shorter
+                if ahead.settings.unshard_in_backward:  # unshard_ahead, inlined to save a call
                     ahead.unsharded.unshard_ahead()
                     held.reasons[ahead] = AHEAD
         if chosen.unshard_in_backward or group.unsharded.state is UNSHARDED:
             group.unsharded.wait()
 
     def unshard_ahead(self, group: ParameterGroup) -> None:
-        """Begin to unshard what comes next."""
+        """Begin to unshard ``group``, which comes next."""
         if group.settings.unshard_in_backward:
             group.unsharded.unshard_ahead()
             self._root.unsharded_groups.reasons[group] = AHEAD
@@ -279,9 +278,9 @@ class BackwardPass:
             group.unsharded.wait()
 
     def mark_in_use(self, group: ParameterGroup) -> None:
-        """``group`` is used from now on. If it was kept since forward, refuse shards that were changed since.
+        """``group`` is used from now on. If it was kept since forward, refuse shards that have changed.
 
-        Where groups are unsharded again, autograd detects this by the versions, and names no parameter.
+        For groups that are unsharded again, autograd detects changes by versions, but names no parameter.
         """
         held, unsharded = self._root.unsharded_groups, group.unsharded
         reason = held.reasons.get(group)
@@ -294,7 +293,7 @@ class BackwardPass:
             held.reasons[group] = IN_USE
 
     def _leave_those_over(self, task: GraphTask, exit_clock: int, current: ParameterGroup) -> None:
-        """Leave the groups whose calls are over, as backward has reached a call that exited at that clock."""
+        """Leave the groups whose calls are over, given that backward has reached a call with this exit."""
         for group, clock in list(task.active.items()):
             if clock > exit_clock and group is not current:
                 self._leave(task, group, exit_clock)
@@ -304,7 +303,7 @@ class BackwardPass:
         del task.active[group]
         if group in root.unsharded_groups.accompanying:
             return  # it is resharded with the group around it
-        # Groups that take part with zeros do so at the end of backward, in an order common to all ranks.
+        # Groups that may contribute zeros do so at the end of backward, in an order common to all ranks.
         if group.gradients.state is PENDING and settings.requires_gradient_sync:
             first = root.calls.first_entries.get(group)
             is_over = first is not None and first > clock
@@ -319,13 +318,13 @@ class BackwardPass:
         root = self._root
         if not group.settings.reshard_after_backward:
             return
-        # A forward may run a backward inside, also when it is recomputed, and a backward a nested one.
+        # A forward, even a recomputed one, may run a backward inside, and a backward may run a nested one.
         if root.calls.running and root.calls.runs(group):
             return
         for task in self.tasks:
             is_around = task is not self.tasks[-1] and group in task.active
-            # Autograd has a thread for each device: where nodes run that an earlier backward created, their
-            # order does not tell when a group is over.
+            # Autograd has a thread for each device, so the order of nodes that an earlier backward created
+            # does not show when a group is over.
             if is_around or task.reached is not None:
                 return
         for feature in root.features:
@@ -339,7 +338,7 @@ class BackwardPass:
         """True if nothing in this backward will use ``group`` again once its gradients are complete.
 
         Nested backwards that recompute parts of a group add to gradients that were complete. Nothing
-        announces them, so the group's first backward has to show whether there are any.
+        announces them, so the group's first backward must show whether they occur.
         """
         root, gradients = self._root, group.gradients
         is_inner = group is not root.group and group not in root.unsharded_groups.accompanying
@@ -348,7 +347,7 @@ class BackwardPass:
     def prefetch_after(self, group: ParameterGroup) -> None:
         """With ``backward_prefetch="after"``: the gradients of ``group`` are complete.
 
-        Reshard it if backward is done with it, and prefetch what comes next.
+        Reshard it if backward is done with it, and prefetch the next groups.
         """
         if self._is_over_once_complete(group):
             self._reshard(group)
@@ -357,12 +356,12 @@ class BackwardPass:
             self.unshard_ahead(ahead)
 
     def reduce(self, group: ParameterGroup) -> None:
-        """Begin to reduce the gradients of ``group`` that are there."""
+        """Begin to reduce the gradients that ``group`` has."""
         self._root.reductions.reduce(group)
         self.reduced.add(group)
 
     def _settle(self, group: ParameterGroup) -> None:
-        """Reduce the gradients of ``group`` that are left, or defer them to a later backward or a call."""
+        """Reduce the remaining gradients of ``group``, or defer them to a later backward or a call."""
         gradients, settings = group.gradients, group.settings
         if not settings.requires_gradient_sync or self._root.joins_by_hand(group):
             if gradients.state is PENDING:
@@ -370,17 +369,17 @@ class BackwardPass:
         elif (
             gradients.state is PENDING
             or gradients.have_sums_to_reduce
-            # It has none on this rank, but may have some on others.
+            # It has no gradients on this rank, but may have some on others.
             or (settings.ranks_may_differ and gradients.are_wanted and group not in self.reduced)
         ):
             self.reduce(group)
 
 
-# --- what autograd tells ------------------------------------------------------------------------------
+# --- events of autograd -------------------------------------------------------------------------------
 
 
 def graph_task(root: Root) -> GraphTask:
-    """The running graph task; at its first event a new one, perhaps of a new backward of ``root``."""
+    """The running graph task, made at its first event, perhaps with a new backward of ``root``."""
     number, backward = autograd.current_graph_task_id(), root.backward
     if backward is not None and backward.tasks[-1].number == number:
         return backward.tasks[-1]  # type: ignore[no-any-return]
@@ -396,7 +395,7 @@ def graph_task(root: Root) -> GraphTask:
 
 
 def gradient_arrived(root: Root, group: ParameterGroup) -> None:
-    """A gradient of ``group`` has arrived, where it matters whether it comes from a nested backward."""
+    """A gradient of ``group`` has arrived; record whether it comes from a nested backward."""
     graph_task(root)
     if len(root.backward.tasks) > 1:
         group.gradients.come_nested = True
@@ -407,7 +406,7 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
     settings = group.settings
     # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
     if settings.requires_gradient_sync and not settings.ranks_may_differ:
-        root.reductions.reduce(group)  # as BackwardPass.reduce, a frame shorter
+        root.reductions.reduce(group)  # BackwardPass.reduce, inlined to save a call
         root.backward.reduced.add(group)
     if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
         root.backward.prefetch_after(group)
@@ -417,7 +416,7 @@ def gradients_complete(root: Root, group: ParameterGroup) -> None:
 
 
 def created_nodes(root: Root) -> CreatedNodes:
-    """Those that backwards of ``root`` create, with ``create_graph=True``."""
+    """The nodes that backwards of ``root`` create with ``create_graph=True``."""
     if root.created_nodes is None:
         root.created_nodes = CreatedNodes(partial(_mark_created, root), partial(_enter_created, root))
     return root.created_nodes  # type: ignore[no-any-return]

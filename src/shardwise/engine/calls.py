@@ -26,12 +26,12 @@ class Call:
     parent: "Call | None"  # None: no sharded module called it
     exit: int = 0
     input_nodes: Mapping[int, Any] | None = None  # of the graph, by id, while it runs
-    frame: FrameType | None = None  # only of the outermost call; shows whether it still runs
+    frame: FrameType | None = None  # only for the outermost call; shows whether it still runs
     handled: BaseException | None = None  # the exception that was being handled when it was entered
 
 
 class Outcome(Enum):
-    """How a call ended, and what that means for its backward."""
+    """How a call ended, and whether a backward follows."""
 
     FAILED = "raised an exception"
     NO_BACKWARD = "no gradient will flow through it"
@@ -53,7 +53,7 @@ class CallStack:
         """The clock of each group's first call that backward will reach; until backward ends."""
 
     def open(self, group: ParameterGroup, module: nn.Module) -> Call:
-        """Push the call of ``module``, which is entered."""
+        """Push a call of ``module``."""
         self.clock += 1
         parent = self.running[-1] if self.running else None
         call = Call(group, module, self.clock, parent, handled=sys.exc_info()[1])
@@ -63,7 +63,7 @@ class CallStack:
         return call
 
     def close(self, call: Call) -> None:
-        """Pop ``call``, whose module has run. Calls inside it that are still open have failed."""
+        """Pop ``call``, which has ended. Calls inside it that are still open have failed."""
         self.clock += 1
         call.exit = self.clock
         while self.running and self.running.pop() is not call:
@@ -79,7 +79,7 @@ class CallStack:
         return None
 
     def drop_interrupted(self) -> None:
-        """Drop a forward whose frame no longer runs: an interrupt ended it, without running hooks."""
+        """Drop a forward whose frame no longer runs: an interrupt ended it without running hooks."""
         frame = self.running[0].frame if self.running else None
         if frame is not None and not interpreter.is_running(frame):
             self.running.clear()

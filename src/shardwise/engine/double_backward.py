@@ -1,16 +1,16 @@
 """Unsharding for graphs that a backward creates: ``create_graph=True``.
 
-Such a backward computes gradients with full parameters, which the nodes that it creates save. Like any other
-backward, it reshards its groups. A later backward through the created nodes then needs them again:
+Such a backward computes with full parameters, which the nodes that it creates save. Like any backward, it
+reshards its groups. A later backward through the created nodes needs the groups again:
 
     forward            x --[mm W0]--> h --[mm W1]--> y
     create_graph=True  gx <--[mm W0]-- gh <--[mm W1]-- gy     the nodes that use W0 are created last
     its backward       runs the created nodes first, in the order of forward: W0, then W1
 
-While a backward creates a graph, each node that it runs gets a hook after it. The hook marks the nodes that
-were created with the groups that were unsharded then, and hooks the nodes that run next. A marked node has a
-hook before it, which unshards those groups. Marks live in the graph and die with it: they keep nothing
-unsharded, and any number of other passes may run in between.
+While a backward creates a graph, each node that it runs gets a hook that runs after it. The hook marks the
+created nodes with the groups unsharded at that time, and hooks the nodes that run next. A marked node has a
+hook that runs before it, which unshards those groups. Marks live in the graph and die with it: they keep
+nothing unsharded, and any number of other passes may run in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,15 +38,15 @@ class Mark:
 class CreatedNodes:
     """The nodes that the backwards of one root create.
 
-    ``mark``: makes the mark for nodes that were just created: the groups that the running backward computes
-    with. ``enter``: is called before a node with that mark runs, in any later backward.
+    ``mark`` makes the mark for nodes that were just created: the groups that the running backward computes
+    with. ``enter`` is called before a node with that mark runs, in any later backward.
     """
 
     mark: Callable[[], Mark]
     enter: Callable[[Mark], None]
 
     def track(self, node: Any) -> None:
-        """Mark what the running backward creates from ``node`` on."""
+        """Mark the nodes that the running backward creates from ``node`` on."""
         # Metadata lives as long as the node in C++; its Python object may not.
         if (self, "tracked") not in node.metadata:
             node.metadata[self, "tracked"] = True

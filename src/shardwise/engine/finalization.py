@@ -43,29 +43,29 @@ class GradientReductionHandle:
         return self._finish is not None
 
     def drop(self) -> None:
-        """Make ``wait`` fail from now on, for the gradients were dropped."""
+        """Make ``wait`` fail from now on: the gradients were dropped."""
         self._is_void = self.is_pending
         self._finish = None
 
 
 class Finalization:
-    """Who ends the backwards of one root: autograd, or the caller (``by_hand``)."""
+    """Whether autograd or the caller (``by_hand``) ends the backwards of one root."""
 
     def __init__(self) -> None:
         self.by_hand = False
         self.is_due = False
         """Whether a backward has run since the caller last ended one."""
         self.handle: GradientReductionHandle | None = None
-        """Of the last ``finalize_backward``, until the next pass."""
+        """From the last ``finalize_backward``, until the next pass."""
 
     def begin(self, finish: Callable[[], None]) -> GradientReductionHandle:
-        """The caller ends a backward: reductions were begun, and ``finish`` waits for them."""
+        """The caller ends a backward: reductions are in flight, and ``finish`` waits for them."""
         self.is_due = False
         self.handle = GradientReductionHandle(finish)
         return self.handle
 
     def refuse_pending(self, name: str, what: str) -> None:
-        """Refuse ``what`` while nobody has waited for ``handle``."""
+        """Refuse ``what`` until the caller has waited for ``handle``."""
         if self.handle is not None and self.handle.is_pending:
             raise RuntimeError(
                 f"{name}: {what} while gradients are still being reduced: finalize_backward(async_op=True) "
@@ -74,7 +74,7 @@ class Finalization:
         self.handle = None
 
     def drop(self) -> None:
-        """There is no backward to end any more, and the handle is void: the gradients were dropped."""
+        """No backward is left to end, and the handle is void: the gradients were dropped."""
         self.is_due = False
         if self.handle is not None:
             self.handle.drop()

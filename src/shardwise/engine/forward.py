@@ -1,16 +1,15 @@
-"""One forward of the outermost module: what the hooks around each sharded module do.
+"""One forward of the outermost module: the work of the hooks around each sharded module.
 
 Before a module runs, its group is unsharded. The order is recorded, then replayed: a forward records the
-groups that it enters. In the next forward, each group that is entered first prefetches the one that came
-after it, whose all-gather overlaps with the computation. Every step checks the record. Where a forward skips
-some groups, prefetch resumes behind them; if the order differs otherwise, prefetch stops until the next
-forward, which follows the new order.
+groups that it enters. In the next forward, entering a group prefetches the group that came after it, whose
+all-gather overlaps with the computation. Every step checks the record. If a forward skips some groups,
+prefetch resumes behind them; if the order differs otherwise, prefetch stops until the next forward, which
+follows the new order.
 
 After a module has run, its outputs are hooked, and its group is resharded. The backward of a call begins when
 autograd reaches a graph node that made one of its outputs, so these nodes get hooks. Unlike hooks on tensors,
-they survive operations in place on the output. If an output is a view, the node of its base gets a hook as
-well: an operation in place on the view replaces the view's node, and the graph then goes through the node of
-the base.
+they survive in-place operations on the output. If an output is a view, the node of its base gets a hook as
+well: an in-place operation on the view replaces the view's node, and the graph then goes through the base's.
 """
 
 import sys
@@ -70,7 +69,7 @@ class ForwardPass:
                 "would read memory that is gone. Use torch.func.jvp or vjp, which compute anew."
             )
         if not is_ready:
-            root.refuse_unfit()  # before ranks compare their plans, and that before they make process groups
+            root.refuse_unfit()  # first; then ranks compare plans, and only then make process groups
         if torch.is_grad_enabled() and not root.plan_check.is_agreed:
             root.plan_check.agree()
         if root.finalization.handle is not None:
@@ -105,32 +104,32 @@ class ForwardPass:
         root.prefetch.forward_order.rewind()
 
     def _wait_for_unused(self) -> None:
-        """Wait for what was unsharded and not used, perhaps on some ranks only."""
+        """Wait for groups that were unsharded but not used, perhaps only on some ranks."""
         for group in self._root.unsharded_groups.reasons:
             if group.unsharded.state is UNSHARDING:
                 group.unsharded.wait()
 
     def _drop_kept(self) -> None:
-        """Reshard what earlier passes have kept and this one cannot use."""
+        """Reshard groups that earlier passes have kept and this one cannot use."""
         root, held = self._root, self._root.unsharded_groups
         for group, reason in list(held.reasons.items()):
-            if group.unsharded.state is PARTLY:  # kept by an earlier forward, and not needed any more
+            if group.unsharded.state is PARTLY:  # kept by an earlier forward, and no longer needed
                 held.reshard(group)
-            elif reason is FOR_BACKWARD:  # the same, and stale in this one
+            elif reason is FOR_BACKWARD:  # kept by an earlier forward, and stale in this one
                 held.reasons[group] = FOR_EARLIER_BACKWARD
         if root.ranks_run_alike:
             kept = [g for g in root.groups if held.reasons.get(g) is not FOR_EARLIER_BACKWARD]
             held.reshard_stale(kept, root.post_optim_event)
 
     def enter(self, group: ParameterGroup, module: nn.Module) -> Call:
-        """``module`` is about to run: have the parameters of its group unsharded."""
+        """``module`` is about to run: unshard its group."""
         root, held, prefetch = self._root, self._root.unsharded_groups, self._root.prefetch
         call = root.calls.open(group, module)
         if group not in held.accompanying:
             if skipped := prefetch.forward_order.enter(group):
                 prefetch.reshard_skipped(skipped, group)
             self._entered.append(group)
-        held.claim(group, IN_USE)  # and not held.unshard: the way to the all-gather is a frame shorter
+        held.claim(group, IN_USE)  # not held.unshard, to save a call before the all-gather
         group.unsharded.unshard()
         for other in held.unsharded_with.get(group, ()):
             held.unshard(other, held.reasons.get(other) or IN_USE)
@@ -148,7 +147,7 @@ class ForwardPass:
         if outcome is ANNOUNCED:
             root.calls.first_entries.setdefault(group, call.enter)
         if group not in root.unsharded_groups.accompanying:
-            # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward will
+            # Without grad mode this may be the first forward of a reentrant checkpoint, whose backward is to
             # come.
             if outcome is not NO_BACKWARD or not torch.is_grad_enabled():
                 self._exited.append(group)
@@ -159,9 +158,9 @@ class ForwardPass:
             root.forward = None
 
     def _is_over(self, call: Call, outcome: Outcome) -> bool:
-        """Whether the group is to be resharded now that ``call`` is over."""
+        """Whether to reshard the group now that ``call`` has ended."""
         group = call.group
-        if outcome is not FAILED:  # else the module around may catch the error, and go on
+        if outcome is not FAILED:  # otherwise the parent module may catch the error and continue
             if len(group.modules) > 1:
                 has_run = self._has_run.setdefault(group, set())
                 has_run.add(call.module)
@@ -172,7 +171,7 @@ class ForwardPass:
         return not self._root.calls.runs(group)
 
     def _reshard(self, group: ParameterGroup, outcome: Outcome) -> None:
-        """Reshard ``group`` and those that go with it, or keep it for the backward that will come."""
+        """Reshard ``group`` and its accompanying groups, or keep it for the coming backward."""
         held = self._root.unsharded_groups
         if outcome is ANNOUNCED and group.settings.ranks_that_keep and self._keeps_part(group):
             group.unsharded.keep_part()
@@ -185,13 +184,13 @@ class ForwardPass:
             held.reshard(other)
 
     def _keeps_part(self, group: ParameterGroup) -> bool:
-        """True if a few ranks can keep ``group`` together, as ``reshard_after_forward=n`` asks for."""
+        """True if a few ranks can keep ``group`` together, as ``reshard_after_forward=n`` requests."""
         is_here = group.unsharded.state is UNSHARDED
         return is_here and self._root.unsharded_groups.reasons.get(group) is not CALLER
 
     def _keeps_last(self, group: ParameterGroup) -> bool:
-        """True if the caller has left it to us to keep the last group. If it were resharded, it would be
-        unsharded again at once.
+        """True if the caller leaves us the choice to keep the last group. If resharded, it would be unsharded
+        again at once.
         """
         return (
             group.settings.reshard_after_forward is None
@@ -201,7 +200,7 @@ class ForwardPass:
         )
 
     def end(self, outcome: Outcome) -> None:
-        """The outermost module has run: record the order, and reshard what no backward will use."""
+        """The outermost module has run: record the order, and reshard groups that no backward will use."""
         root, held = self._root, self._root.unsharded_groups
         root.monitor.phase = ""
         if outcome is not FAILED:
@@ -215,22 +214,22 @@ class ForwardPass:
                 self._reshard_partly_run()
             held.end_pass(AHEAD)
         else:
-            held.end_pass(AHEAD, IN_USE, FOR_BACKWARD)  # no backward will come, for which to keep them
+            held.end_pass(AHEAD, IN_USE, FOR_BACKWARD)  # no backward will come that needs them
         if outcome is FAILED:
             held.awaits_backward = False
         if root.lazy_init.streams.are_device_streams:
             root.let_host_write()
 
     def _reshard_partly_run(self) -> None:
-        """Reshard groups of several modules, of which only some have run."""
+        """Reshard groups of several modules if only some have run."""
         for group, modules in self._has_run.items():
             if len(modules) < len(group.modules) and group.settings.reshard_after_forward:
                 self._root.unsharded_groups.reshard(group)
 
 
 def _pass_of_call(root: Root) -> Callable[[ParameterGroup, nn.Module], Call]:
-    """What enters a module of ``root`` that is called now: a forward, begun here if none is running, or a
-    backward that recomputes it."""
+    """How a pass enters a module of ``root`` now: a forward, begun here if none is running, or a backward
+    that recomputes the module."""
     if autograd.current_graph_task_id() != -1:
         task = graph_task(root)
         return partial(root.backward.enter_recomputation, task)
@@ -248,7 +247,7 @@ def _pass_of_call(root: Root) -> Callable[[ParameterGroup, nn.Module], Call]:
 def before_forward(
     module_state: ModuleState, after_hook_id: int | None, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
-    """Unshard, and move and cast inputs for the computation; None if the inputs stay as they are.
+    """Unshard, and move and cast inputs for the computation; None if inputs are unchanged.
 
     ``after_hook_id``: the id of our hook after forward; None for a method that the caller registered.
     """
@@ -276,7 +275,7 @@ def before_forward(
 
 
 def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Hook the outputs, which will announce their backward, then reshard."""
+    """Hook the outputs, which announce their backward, then reshard."""
     if is_dynamo_compiling():
         return module_state.in_graphs.after_forward(module_state, module, output)
     call = module_state.root.calls.innermost(module)
@@ -286,7 +285,7 @@ def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwarg
     outcome = FAILED
     try:
         if sys.exc_info()[1] not in (None, call.handled):
-            return None  # a new exception is handled: forward raised, or a hook that ran after it
+            return None  # a new exception is handled: forward or a later hook raised it
         output, outcome = _announce(module_state, call, (*args, *kwargs.values()), output)
         return output
     finally:
@@ -312,7 +311,7 @@ def _exit(root: Root, call: Call, outcome: Outcome) -> None:
 def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -> tuple[Any, Outcome]:
     """Hook the outputs' nodes; return the output, with copies in place of full parameters, and the outcome.
 
-    Tensors that forward puts into its inputs (a list to append to, a cache) are outputs as well.
+    Tensors that forward puts into its inputs (a list that it appends to, a cache) are outputs as well.
     """
     group = call.group
     if not group.added.is_untouched():
@@ -334,7 +333,7 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
             tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
-    # Inputs once more: one that was changed in place has another node now.
+    # Inputs again: one that was changed in place has a new node.
     nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
     for node in call.input_nodes or ():  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
@@ -349,7 +348,7 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
 
 
 def _before_backward(module_state: ModuleState, call: Call, gradients: Any) -> None:
-    """Gradients of the outputs of ``call`` are there: its group is needed."""
+    """Backward has reached the outputs of ``call``: its group is needed."""
     root = module_state.root
     if functorch.is_in_transform():
         with functorch.without_transforms():
@@ -372,7 +371,7 @@ _ONLY_TENSORS = {Tensor}
 
 
 def _inside(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors inside of containers among ``values``."""
+    """The tensors inside containers among ``values``."""
     found: list[Tensor] = []
     for value in values:
         if not isinstance(value, Tensor):
@@ -384,12 +383,12 @@ _grad_fn = attrgetter("grad_fn")
 
 
 def _may_be_unsharded(tensors: Sequence[Tensor]) -> bool:
-    """False if operations made all of ``tensors``, so that they have memory of their own."""
+    """False if operations made all of ``tensors``, which then have separate memory."""
     return any(map(is_, map(_grad_fn, tensors), repeat(None))) or any(map(tensor_impl.is_view, tensors))
 
 
 def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -> None:
-    """Refuse a parameter of ``group`` inside a container of the caller's: no copy can take its place."""
+    """Refuse a parameter of ``group`` inside a caller's container: no copy can take its place."""
     if len(group.modules) > 1:
         return  # another module of the group may have passed it
     for tensor in inside:
@@ -402,7 +401,7 @@ def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -
 
 
 def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
-    """The graph nodes of the tensors among ``values``, by id, which is unique as long as the node is held."""
+    """The graph nodes of the tensors among ``values``, by id, which is unique while the node is held."""
     nodes: dict[int, Any] = {}
     if functorch.is_in_transform_or_forward_mode():
         values = with_layers([value for value in values if isinstance(value, Tensor)])

@@ -1,4 +1,4 @@
-"""What a root makes once, before anything runs: process groups and streams, after a check of the model."""
+"""A root's setup before its first pass: check the model, then make process groups and streams."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from shardwise.torch_compat import c10d
 
 
 class LazyInit:
-    """Checks the ``groups`` of a root, and makes its process groups and streams, before the first pass.
+    """Checks the ``groups`` of a root and makes its process groups and streams before the first pass.
 
     ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
     """
@@ -32,7 +32,7 @@ class LazyInit:
         self.process_groups = ProcessGroups(device)
 
     def refuse_unfit(self) -> None:
-        """Check that the model can run as it is."""
+        """Check that the model can run."""
         for group in self._groups:
             group.adopt_replaced()
         names = [name for group in self._groups for name in group.shards.on_meta()]
@@ -85,7 +85,7 @@ class LazyInit:
         self.is_complete = True
 
     def refuse_capture(self) -> None:
-        """Refuse what a CUDA graph cannot hold; CUDA would not say why it ends the capture."""
+        """Refuse what a CUDA graph cannot capture; CUDA would end the capture without a reason."""
         offloaded = [group.name for group in self._groups if group.shards.are_offloaded]
         if offloaded:
             raise RuntimeError(
@@ -108,7 +108,7 @@ class LazyInit:
 
 
 class ProcessGroups:
-    """Creates each process group when it is first asked for, in an order common to all ranks."""
+    """Creates each process group at its first use, in an order common to all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -125,7 +125,7 @@ class ProcessGroups:
     def for_reductions(self, group: ParameterGroup, pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The process group for reductions; None if they share ``pg``, or this rank is alone.
 
-        On NCCL they have their own by default, or else all-gathers would wait for them.
+        On NCCL they have their own by default; otherwise all-gathers would wait for them.
         """
         wanted = group.settings.separate_reduce_group
         if pg is None or pg.size() == 1 or wanted is False:
@@ -139,8 +139,8 @@ class ProcessGroups:
     def of_part(self, axis: Axis, world: int | None) -> Axis | None:
         """The ``world`` neighbouring ranks on ``axis`` with which this rank keeps unsharded parameters.
 
-        None if that would be all ranks of the axis or only this one, or if ``world`` does not divide the
-        axis: the parameters may be on another mesh than that of the ``fully_shard`` call.
+        None if that is the whole axis or only this rank, or if ``world`` does not divide the axis: the
+        parameters may be on a different mesh from that of the ``fully_shard`` call.
         """
         if world is None or axis.pg is None or not 1 < world < axis.world or axis.world % world:
             return None
@@ -158,8 +158,8 @@ class ProcessGroups:
     def connect(self) -> None:
         """Connect new process groups before a backward needs them.
 
-        Called only before forwards with gradients and in backward, so a model that only runs inference does
-        not spend their memory.
+        Called only before forwards with gradients and in backward, so inference alone does not spend their
+        memory.
         """
         while self._unconnected:
             c10d.connect(self._unconnected.pop(0), self._device)

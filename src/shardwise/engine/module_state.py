@@ -1,4 +1,4 @@
-"""What a sharded module knows: its parameter group, and the root that drives it."""
+"""The state on a sharded module: its parameter group, and the root that drives it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ _ATTRIBUTE = "_shardwise_state"
 
 @dataclass(eq=False, slots=True)
 class ModuleState:
-    """A group and the root that drives it now: what a sharded module knows.
+    """The state on a sharded module: its group, and the root that currently drives it.
 
-    ``in_graphs``: what its hooks do while ``torch.compile`` traces them (``compile/traced.py``).
+    ``in_graphs``: replaces the hooks while ``torch.compile`` traces them (``compile/traced.py``).
     """
 
     group: ParameterGroup
@@ -32,7 +32,7 @@ class ModuleState:
 
     @dynamo.call_while_tracing
     def names_of_reduce_groups(self) -> str:
-        """For each bucket a line: the name of the process group for reductions, empty if it has none.
+        """A line for each bucket: the name of its process group for reductions, empty if none.
 
         For graphs that are compiled before any eager forward has made the process groups.
         """
@@ -45,14 +45,14 @@ class ModuleState:
 
 
 def set_module_state(module: nn.Module, module_state: ModuleState) -> None:
-    """Store on a sharded module which group it belongs to."""
+    """Store the state on a sharded module."""
     module.__dict__[_ATTRIBUTE] = module_state
 
 
 def under_compile(module: nn.Module) -> nn.Module:
-    """The sharded module inside what ``torch.compile`` returned for it, or the uncompiled module.
+    """The sharded module inside a wrapper of ``torch.compile``, or the uncompiled module.
 
-    A wrapper that ``torch.compile`` returned may be sharded itself; then it is the sharded module.
+    A wrapper that is itself sharded is the sharded module.
     """
     inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None or _ATTRIBUTE in module.__dict__ else under_compile(inner)
@@ -70,10 +70,10 @@ def sharded_module_states(module: nn.Module) -> list[ModuleState]:
 
 
 def states_to_use(caller: str, model: Any) -> list[ModuleState]:
-    """As ``sharded_module_states``, for a public function.
+    """Like ``sharded_module_states``, for a public function.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: nothing in it is sharded.
     """
     check_module(caller, model)
@@ -87,10 +87,10 @@ def states_to_use(caller: str, model: Any) -> list[ModuleState]:
 
 
 def module_states_at_rest(caller: str, model: Any) -> list[ModuleState]:
-    """As ``sharded_module_states``, for a public function that needs none of them to be at work.
+    """Like ``sharded_module_states``, for a public function that may not run during their passes.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         RuntimeError: one of them is in a forward or backward, or inside ``unsharded``.
     """
     check_module(caller, model)
@@ -114,7 +114,7 @@ def module_states_of(caller: str, modules: Any) -> list[ModuleState]:
 
 
 def module_state_of(module: Any) -> ModuleState:
-    """The state of a sharded module itself."""
+    """The state of a sharded module."""
     return module.__dict__[_ATTRIBUTE]
 
 
@@ -136,7 +136,7 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
     group.plan_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
-    # The first may be that of a backward that nothing has announced.
+    # The first gradient may come from a backward that nothing has announced.
     arrived: Callable[[], Any] = partial(graph_task, root)
     if group.policy.backward_prefetch == "after":
         arrived = partial(gradient_arrived, root, group)

@@ -1,4 +1,4 @@
-"""The plan of a module tree: what must be the same on all ranks that communicate, as facts in words.
+"""The plan of a module tree: facts, as text, that must be equal on all ranks that communicate.
 
     ("blocks.0.up.weight", "shape")          "(16, 8)"
     ("blocks.0.up.weight", "requires_grad")  "True"
@@ -22,7 +22,7 @@ from shardwise.params.parameter import Param
 FULL_LOAD = "the checksum of the full value that load_state_dict was given"
 
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
-"""For each set of ranks, facts by where and what; the largest sets first, in one order on all ranks."""
+"""Facts by (where, what) for each set of ranks; the largest sets first, in the same order on all ranks."""
 
 
 def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
@@ -30,7 +30,7 @@ def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, 
 
     Args:
         groups: all groups of a module tree.
-        trained: whether a parameter is trained; one that is missing is asked itself.
+        trained: whether each parameter is trained; for a missing one, ``requires_grad`` decides.
         is_first: include settings that may change from one microbatch to the next.
     """
     plan: Plan = {}
@@ -63,7 +63,7 @@ def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, 
 
 
 def full_loads_of(groups: Sequence[ParameterGroup]) -> Plan:
-    """What ``load_state_dict`` has cut of full values since the ranks last compared, as facts."""
+    """The full values that ``load_state_dict`` has sharded since the last comparison, as facts."""
     loads: Plan = {}
     for param in [param for group in groups for param in group.shards.params]:
         if param.full_load is not None:

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same plan, before the first forward with gradients and after changes.
 
-A steady step costs the test of a flag. If a setter was called with the value that was set already, the next
-forward computes the plan's digest, and communicates nothing.
+A steady step only tests a flag. If a setter was called with the current value, the next forward computes the
+plan's digest, and communicates nothing.
 """
 
 import os
@@ -24,7 +24,7 @@ from shardwise.torch_compat import autograd, c10d
 
 
 class PlanCheck:
-    """Compares the plan before the first forward with gradients, and whenever it has changed since.
+    """Compares the plan before the first forward with gradients, and after each change.
 
     ``groups``: the root's own list, which changes when the tree does; the outermost is the first.
     """
@@ -37,20 +37,20 @@ class PlanCheck:
         self.has_compared = False
         """Whether the initial values of the parameters were compared."""
         self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # the last plan agreed on, by ranks
-        self._trained: dict[Param, bool] = {}  # as it was when all ranks looked
+        self._trained: dict[Param, bool] = {}  # when all ranks last read it
         self._axes: list[Axis] = []
         self._wait = Wait("comparison of plans", "", lambda: self._axes)
         self._wait_for_values: Wait | None = None
 
     def plan_changed(self) -> None:
-        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: have the next
-        forward with gradients compare the plan again, if it differs."""
+        """A group's parameters were replaced, frozen or unfrozen, or a setting has changed: the next forward
+        with gradients compares the plan again, if it differs."""
         self.is_agreed = False
 
     def changes_adopted(self) -> None:
-        """Compare the plan in a pass: a group has adopted changes of the caller, and not communicated yet.
+        """Compare the plan in a pass: a group has adopted the caller's changes, and not communicated yet.
 
-        Collective: all ranks get here at the same group, and look here at which parameters are trained. Most
+        Collective: all ranks get here at the same group, and read here which parameters are trained. Most
         notice a change only when they unshard the group.
         """
         if self.is_agreed or not self.has_compared:
@@ -64,7 +64,7 @@ class PlanCheck:
         self._trained = {param: param.sharded.requires_grad for param in params}
 
     def compare_initial_values(self) -> None:
-        """Once, before training: check that ranks start from equal weights, replicas included. Collective."""
+        """Check once, before training, that ranks start from equal weights, replicas included. Collective."""
         params = [param for group in self._groups for param in group.shards.params]
         axes = axes_of(param.sharded for param in params)
         self._wait_for_values = Wait("comparison of initial values", self._groups[0].name, lambda: axes)
@@ -75,11 +75,11 @@ class PlanCheck:
     def agree(self) -> None:
         """Before a forward with gradients: check that all ranks have the same plan.
 
-        Collective, if the plan has changed since the ranks agreed on it. Not without gradients: replicas may
-        then run forwards that others do not, such as a dry run on one rank.
+        Collective, if the plan has changed since the ranks agreed on it. Without gradients nothing is
+        compared: replicas may then run forwards that others do not, such as a dry run on one rank.
 
         Raises:
-            RuntimeError: they have not, on all ranks, with the first difference and the ranks on either side.
+            RuntimeError: plans differ; on all ranks, with the first difference and the ranks on either side.
         """
         groups = self._groups
         axes = [axis for group in groups for bucket in group.buckets for axis in bucket.mesh.axes()]
@@ -116,7 +116,7 @@ class PlanCheck:
             with monitor.collective(wait):
                 compare(facts, ranks, self._own_device(), timeout, refuse_failed)
         except Unequal as error:
-            self._trained = {}  # look again once the caller has fixed it
+            self._trained = {}  # read again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):
                 raise RuntimeError(
                     f"The ranks have loaded different values. {error}. Each rank keeps its own rows of what "
@@ -132,7 +132,7 @@ class PlanCheck:
             ) from None
 
     def _own_device(self) -> OwnDevice:
-        """What the others have to know of this rank's device: of NCCL, which wants one for each rank."""
+        """This rank's device, to compare with others; only for NCCL, which needs one device per rank."""
         pg = self._axes[0].pg
         if pg is None or not c10d.is_nccl(pg, self._device):
             return OwnDevice()
@@ -142,7 +142,7 @@ class PlanCheck:
         return OwnDevice(str(self._device), str(bound or ""), identity)
 
     def _change(self, ranks: tuple[int, ...], facts: Facts) -> str:
-        """A clause about what has changed on this rank since the ranks agreed; empty if they never did."""
+        """A clause about the changes on this rank since the ranks agreed; empty if they never did."""
         if ranks not in self._agreed:
             return ""
         before = self._agreed[ranks][1]

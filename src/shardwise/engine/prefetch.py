@@ -1,4 +1,4 @@
-"""Unsharding ahead of use: in which order groups are expected, and which of them come next."""
+"""Unsharding ahead of use: the expected order of groups, and which groups come next."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ class Order:
 
     def __init__(self) -> None:
         self.planned: list[ParameterGroup] = []
-        """Empty until a pass has shown it. Set at the end of a pass; the next one begins with ``rewind``."""
+        """Set at the end of each pass, empty before the first; the next pass begins with ``rewind``."""
         self.cursor = 0
         self.is_followed = False
-        """Whether groups have come as planned so far."""
+        """Whether groups have followed the plan so far."""
 
     def rewind(self) -> None:
         """Expect the planned sequence again, from its beginning."""
@@ -25,7 +25,7 @@ class Order:
     def enter(self, group: ParameterGroup) -> Sequence[ParameterGroup]:
         """``group`` is used now: advance to it. Returns the groups that were planned before it.
 
-        If it does not come any more, the plan is not followed from now on.
+        If it does not come later in the plan, the plan is no longer followed.
         """
         if not self.is_followed:
             return ()
@@ -40,7 +40,7 @@ class Order:
         return ()
 
     def resume_at(self, group: ParameterGroup) -> None:
-        """If the plan is not being followed, follow it again from the next place of ``group`` in it."""
+        """If the plan is not being followed, follow it again from the next occurrence of ``group``."""
         if not self.is_followed:
             places = [i for i, g in enumerate(self.planned) if g is group]
             if places:
@@ -54,7 +54,7 @@ class Order:
 
 
 class Prefetch:
-    """Which groups are unsharded ahead: those that the caller has chosen, or the next in order."""
+    """Chooses the groups to unshard ahead: the caller's choice, or the next in order."""
 
     def __init__(self, held: UnshardedGroups) -> None:
         self._held = held
@@ -62,7 +62,7 @@ class Prefetch:
         self.backward_order = Order()
 
     def reshard_skipped(self, skipped: Sequence[ParameterGroup], group: ParameterGroup) -> None:
-        """Reshard what was prefetched and ``skipped`` by ``group``, if something else is to be prefetched."""
+        """Reshard prefetched groups that ``group`` has ``skipped``, if others are to be prefetched."""
         if self.forward_order.upcoming(group.policy.prefetch):
             for each in skipped:
                 if each is not group and self._held.reasons.get(each) is AHEAD:
@@ -71,12 +71,12 @@ class Prefetch:
     def coming(
         self, group: ParameterGroup, chosen: Sequence[ParameterGroup] | None, order: Order
     ) -> list[ParameterGroup]:
-        """The sharded ones of those to be used after ``group``, as many as may be in memory.
+        """The groups to unshard ahead after ``group``, within the limit on groups in memory.
 
-        ``chosen`` by the caller; None: the next of ``order``.
+        ``chosen``: the caller's choice; None: the next in ``order``.
         """
         policy, found = group.policy, list[ParameterGroup]()
-        if chosen is None:  # as order.upcoming, a frame shorter
+        if chosen is None:  # order.upcoming, inlined to save a call
             at = order.cursor
             chosen = order.planned[at : at + policy.prefetch] if order.is_followed else ()
         for each in chosen:

@@ -1,6 +1,6 @@
-"""The reductions of one root that are in flight: how many, how much memory, in which order they finish.
+"""The reductions of one root in flight: their number, memory and the order in which they finish.
 
-A reduction ends in stages, and each stage frees its own memory. With replicas, and shards in host memory::
+A reduction ends in stages, and each stage frees its memory. With replicas, and shards in host memory::
 
     groups        reduced now   before          the one before    earlier
     over shards   in flight     over: its unsharded gradients are freed
@@ -21,14 +21,14 @@ class ReductionQueue:
     """Begins reductions, and waits for the oldest when there are too many."""
 
     def __init__(self, room: float) -> None:
-        """``room``: the most bytes that gradients reduced in parts may hold."""
+        """``room``: the largest number of bytes that gradients reduced in parts may hold."""
         self.room = room
         self._reducing: deque[ParameterGroup] = deque()
         self._in_parts: deque[Reduction] = deque()
         self._copying_to_host: list[ParameterGroup] = []  # groups whose results are being copied to the host
 
     def reduce(self, group: ParameterGroup) -> None:
-        """Begin to reduce all gradients of ``group`` that are left."""
+        """Begin to reduce all remaining gradients of ``group``."""
         gradients, reducing = group.gradients, self._reducing
         if gradients.state is REDUCING:
             gradients.finish()
@@ -49,12 +49,12 @@ class ReductionQueue:
                     earlier.gradients.release_unsharded()
 
     def send_ready(self, group: ParameterGroup) -> None:
-        """Begin to reduce the parts of ``group`` that need not wait for the rest."""
+        """Begin to reduce the parts of ``group`` that are ready."""
         group.gradients.send_ready()
         self._limit(group.gradients.in_flight())
 
     def _limit(self, reductions: Iterable[Reduction]) -> None:
-        """Parts of ``reductions`` were sent; wait for the oldest while all of them hold too much memory."""
+        """Parts of ``reductions`` were sent; wait for the oldest while all together hold too much memory."""
         begun = dict.fromkeys((*self._in_parts, *reductions))
         self._in_parts = deque([each for each in begun if each.held_bytes])  # others were waited for
         while self.num_parts > 1 and sum(sum(each.held_bytes) for each in self._in_parts) > self.room:
@@ -64,7 +64,7 @@ class ReductionQueue:
 
     @property
     def num_parts(self) -> int:
-        """How many parts, of groups that are reduced in parts, hold gradients."""
+        """The number of parts that hold gradients, of groups that are reduced in parts."""
         return sum(len(each.held_bytes) for each in self._in_parts)
 
     def _finish_oldest(self) -> None:
@@ -75,7 +75,7 @@ class ReductionQueue:
             group.gradients.release_unsharded()
             for earlier in self._copying_to_host[-1:]:
                 if earlier.gradients.state is REDUCING:
-                    earlier.gradients.release()  # the copy has had the time of a group's backward
+                    earlier.gradients.release()  # the copy has had a group's backward to finish
             self._copying_to_host.append(group)
         else:
             group.gradients.finish()
@@ -92,10 +92,10 @@ class ReductionQueue:
 
 
 def room_for(groups: list[ParameterGroup]) -> float:
-    """How many bytes the gradients in flight may hold, where groups are reduced in parts.
+    """How many bytes gradients in flight may hold if groups are reduced in parts.
 
-    Together with the part that backward is computing: as much as all gradients of the largest such group,
-    times the number of reductions that the caller allows in flight. Both are counted in the dtype of the
+    Together with the part that backward is computing, they may hold the gradients of the largest such group
+    times the number of reductions that the caller allows in flight, both counted in the dtype of the
     reduction. Groups reduced as a whole do not count: they are limited by number.
     """
     rooms = [0]

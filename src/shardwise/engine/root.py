@@ -1,18 +1,18 @@
-"""What drives the groups of one module tree: the state that outlives a forward or a backward.
+"""The root drives the groups of one module tree. It holds the state that outlives a pass.
 
 Root
-  groups, group         all of the tree, and the root module's own
-  lazy_init             what is made once, before anything runs
+  groups, group         all groups of the tree, and the root module's own
+  lazy_init             process groups and streams, made once, before the first pass
   plan_check            whether all ranks have the same plan
   calls                 which sharded modules are running
   unsharded_groups      which groups are unsharded, and why
-  prefetch              what the next pass unshards ahead
+  prefetch              which groups the next pass unshards ahead
   reductions            those in flight
-  finalization          who ends a backward
-  forward, backward     the passes that run now; dropped when they are over, or have failed
-  features              what most users never turn on, called at the points of Feature
+  finalization          whether autograd or the caller ends a backward
+  forward, backward     the running passes; dropped when they end or fail
+  features              optional parts, called at the points of Feature
 
-Knows of the passes only whether they run and what to drop; forward.py and backward.py know the root.
+The root only knows whether passes run and what to drop; forward.py and backward.py know the root.
 """
 
 import sys
@@ -38,7 +38,7 @@ from shardwise.torch_compat import autograd
 
 
 class Feature:
-    """What most users never turn on: an optional part of one root. Subclasses override what they need."""
+    """An optional part of one root, which most users never turn on. Subclasses override what they need."""
 
     def __init__(self, root: "Root") -> None:
         self.root = root
@@ -47,7 +47,7 @@ class Feature:
         """The outermost forward begins: process groups and streams exist, and nothing is unsharded yet."""
 
     def call_ended(self, call: Call) -> None:
-        """The module of ``call`` has run, or has failed to; in a recomputation too."""
+        """The module of ``call`` has run or failed, perhaps in a recomputation."""
 
     def forward_ended(self, outcome: Outcome) -> None:
         """The outermost forward has ended."""
@@ -56,7 +56,7 @@ class Feature:
         """The outermost backward begins."""
 
     def is_needed_later(self, group: ParameterGroup) -> bool:
-        """Whether ``group`` has to stay unsharded when the running backward is done with it."""
+        """Whether ``group`` must stay unsharded when the running backward is done with it."""
         return False
 
     def backward_ended(self) -> None:
@@ -66,14 +66,14 @@ class Feature:
         """All gradients are about to be dropped."""
 
     computes_weights = False
-    """Whether it computes the gradients of weights after a backward of inputs alone."""
+    """Whether it computes the gradients of weights after a backward of only the inputs."""
 
 
 _F = TypeVar("_F", bound=Feature)
 
 
 class Root:
-    """Drives the groups of one module tree. Replaced by its parent's when that is sharded."""
+    """Drives the groups of one module tree. When a parent module is sharded, its root replaces this one."""
 
     group: ParameterGroup  # of the outermost module; set by ``drive``
 
@@ -82,13 +82,13 @@ class Root:
         self.groups: list[ParameterGroup] = []
         self.last: ParameterGroup | None = None
         """The last group of the tree. It stays unsharded from forward to backward, which probably begins with
-        it. Read from the tree, not observed in a forward: what ranks unshard in backward must not depend on
-        what each of them has run. None if the caller chooses what backward prefetches: all ranks unshard
-        that, even if gradients flow differently in them."""
+        it. Read from the tree, not observed in a forward: which groups a rank unshards in backward must not
+        depend on what it has run. None if the caller chooses what backward prefetches: all ranks unshard
+        that, even if gradients flow differently on them."""
         self.observer: Observer | None = None
         self.features: tuple[Feature, ...] = ()
         self.ranks_run_alike = True
-        """False while ranks may run different numbers of forwards: inside of ``inference()``."""
+        """False while ranks may run different numbers of forwards: inside ``inference()``."""
         self.lazy_init = LazyInit(device, self.groups)
         self.plan_check = PlanCheck(device, self.groups)
         self.calls = CallStack()
@@ -100,7 +100,7 @@ class Root:
         self.backward: Any = None
         self.created_nodes: Any = None  # by backwards with create_graph=True; see backward.py
         self.monitor: Any = None  # of this rank's failures, from the first pass on
-        self.post_optim_event: Any = None  # of the device's own module; who waits for it clears it
+        self.post_optim_event: Any = None  # of the device's module; the waiter clears it
         self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
 
     # --- the tree ---------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class Root:
         self.unsharded_groups.arrange(self.groups, self.group)
 
     def start_over(self) -> None:
-        """Look again at what the caller has chosen for the groups, before the next forward."""
+        """Read the caller's choices for the groups again, before the next forward."""
         self.lazy_init.is_complete = False
         self.tree_changed()
         self.plan_check.plan_changed()
 
     @property
     def name(self) -> str:
-        """What messages call the model."""
+        """The name of the model in messages."""
         return self.group.name
 
     def observe(self, observer: Observer | None) -> None:
@@ -130,31 +130,31 @@ class Root:
             group.observe(observer)
 
     def find(self, kind: type[_F]) -> _F | None:
-        """The feature of class ``kind``, if there is one."""
+        """The feature of class ``kind``, if any."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def add(self, feature: Feature) -> None:
-        """Let ``feature`` take part."""
+        """Add ``feature``."""
         self.features = (*self.features, feature)
 
     def remove(self, feature: Feature) -> None:
-        """Leave it out again."""
+        """Remove ``feature``."""
         self.features = tuple(each for each in self.features if each is not feature)
 
     # --- before a pass ----------------------------------------------------------------------------
 
     def refuse_unfit(self) -> None:
-        """Check that the model can run as it is. No communication."""
+        """Check that the model can run. No communication."""
         self.lazy_init.refuse_unfit()
         self.unsharded_groups.refuse_alone(self.groups)
 
     def make_ready(self) -> None:
-        """Make streams and process groups, for a model that was found fit."""
+        """Make streams and process groups, after ``refuse_unfit``."""
         self.lazy_init.run()
         self.reductions.room = room_for(self.groups)
 
     def ensure_ready(self) -> None:
-        """Once: check the model, make streams and process groups."""
+        """If not done yet, check the model, and make streams and process groups."""
         if not self.lazy_init.is_complete:
             self.refuse_unfit()
             self.make_ready()
@@ -168,7 +168,7 @@ class Root:
             self._refuse_incomplete()
 
     def _refuse_incomplete(self) -> None:
-        """Refuse a pass while sums wait to be reduced that a failed backward has made incomplete."""
+        """Refuse a pass while sums that a failed backward left incomplete wait to be reduced."""
         self._incomplete = [param for param in self._incomplete if param.is_deferred]
         if self._incomplete:
             names = listed((param.fqn for param in self._incomplete), 4)
@@ -179,9 +179,9 @@ class Root:
             )
 
     def reshards_after_forward(self, group: ParameterGroup) -> bool:
-        """What the caller has chosen for ``group``; by default all are freed but the root's.
+        """The caller's choice for ``group``; by default all groups are freed except the root's.
 
-        Eager runs keep one more in memory: ``last``.
+        Eager runs also keep ``last`` in memory.
         """
         chosen = group.settings.reshard_after_forward
         return group is not self.group if chosen is None else bool(chosen)
@@ -189,15 +189,15 @@ class Root:
     # --- after a failure --------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clean up after a backward that failed before it reached its end: drop its gradients.
+        """Clean up after a failed backward: drop its gradients.
 
-        A failed forward leaves nothing: its hooks ran.
+        A failed forward needs no cleanup: its hooks ran.
         """
         if self.backward is not None and not self.backward.is_running:
             self.drop_passes()
 
     def drop_passes(self) -> None:
-        """Drop the passes that run, and all that they have come to."""
+        """Drop the running passes and their results."""
         if self.backward is not None and self.backward.has_gradients():
             params = [param for group in self.groups for param in group.shards.params]
             self._incomplete = [param for param in params if param.is_deferred]
@@ -210,7 +210,7 @@ class Root:
             group.gradients.drop_of_backward()
 
     def reset(self) -> None:
-        """Drop the running iteration, whatever it has come to, and all gradients that wait."""
+        """Drop the running iteration and all gradients that wait."""
         self.finalization.drop()
         for feature in self.features:
             feature.reset()
@@ -219,10 +219,10 @@ class Root:
             group.gradients.drop()
 
     def tell_failed_forward(self) -> None:
-        """The exception that is being handled leaves the outermost forward: other ranks wait for this one.
+        """Report the exception that leaves the outermost forward: other ranks wait for this one.
 
-        Not where ranks may run different forwards: nobody may be waiting, and a rank that fails inside of
-        ``inference()`` takes part in what it has missed when the context ends.
+        Not if ranks may run different forwards: perhaps none is waiting, and a rank that fails inside
+        ``inference()`` catches up on missed collectives when the context ends.
         """
         error = sys.exc_info()[1]
         if error is None or self.calls.running or not self.ranks_run_alike:
@@ -231,31 +231,31 @@ class Root:
             monitor_of_job().report(error, f"the forward of '{self.name}'")
 
     def tell_failed_backward(self) -> None:
-        """Autograd has dropped a backward before its end."""
+        """Report that autograd has dropped a backward before its end."""
         self.monitor.phase = ""
         self.monitor.report_backward(f"the backward of '{self.name}'")
 
     # --- gradients --------------------------------------------------------------------------------
 
     def finish_reductions(self) -> None:
-        """Wait for all that are in flight."""
+        """Wait for all reductions in flight."""
         self.reductions.finish()
         if self.lazy_init.streams.are_device_streams:
             self.let_host_write()
 
     def average_ignored(self) -> None:
-        """Average the gradients of ignored parameters, for the groups that are to."""
+        """Average the gradients of ignored parameters, in groups that are set to."""
         for group in self.groups:
             if group.settings.averages_ignored:
                 group.average_ignored()
 
     def joins_by_hand(self, group: ParameterGroup) -> bool:
-        """True if ranks that use different parameters reduce them where the caller ends the backward: once,
+        """True if ranks that use different parameters reduce them when the caller ends the backward: once,
         however many backwards each of them has run."""
         by_hand = self.finalization.by_hand
         return by_hand and group.settings.ranks_may_differ and group.gradients.are_wanted
 
-    # --- what the caller asks outside of passes ---------------------------------------------------
+    # --- calls between passes ---------------------------------------------------------------------
 
     def unshard(self, group: ParameterGroup) -> None:
         """Begin to unshard ``group`` until forward has used it, or ``reshard``."""
@@ -269,13 +269,13 @@ class Root:
         held.unshard(group, CALLER)
 
     def reshard(self, group: ParameterGroup) -> None:
-        """Free it now."""
+        """Reshard ``group`` now."""
         if self.unsharded_groups.reasons.get(group) is INFERENCE:
             raise RuntimeError(f"reshard: {group.name} is kept unsharded by inference(). Leave that first.")
         self.unsharded_groups.reshard(group)
 
     def refuse_at_work(self, caller: str, group: ParameterGroup, when: str = "before") -> None:
-        """``caller`` is for between passes only; ``when`` to call it instead."""
+        """Refuse ``caller`` during a pass; ``when``: when to call it instead."""
         self.calls.drop_interrupted()
         is_in_backward = autograd.is_in_backward() or (self.backward is not None and self.backward.is_running)
         if self.calls.running or is_in_backward:
@@ -289,19 +289,19 @@ class Root:
             each.gradients.drop_cleared()
 
     def hand_over(self, group: ParameterGroup, caller: str) -> None:
-        """Have nothing of ``group`` unsharded, for ``caller`` to change it."""
+        """Reshard ``group``, so that ``caller`` can change it."""
         if not self.ranks_run_alike:
             raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
         self.ensure_ready()
         streams = self.lazy_init.streams
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
-            streams.make_compute_wait_for(event)  # and what comes after it is the caller's own work
+            streams.make_compute_wait_for(event)  # work after it is the caller's
         streams.all_gather.wait_for_compute()
         self.unsharded_groups.reshard(group)
 
     def let_host_write(self) -> None:
-        """Wait for copies out of shards in host memory, which the caller may change from now on."""
+        """Wait for copies from shards in host memory, which the caller may change from now on."""
         self.lazy_init.streams.all_gather.wait_until_host_was_read()
 
     # --- finalize_backward ------------------------------------------------------------------------

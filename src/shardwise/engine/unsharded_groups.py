@@ -1,4 +1,4 @@
-"""Which groups are unsharded or being unsharded, and why: one reason each."""
+"""Which groups are unsharded or being unsharded, each with its reason."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -41,12 +41,12 @@ class UnshardedGroups:
 
     def __init__(self) -> None:
         self.reasons: dict[ParameterGroup, Reason] = {}
-        """Why each group is in memory: all that are not sharded are here."""
-        # Groups that are unsharded and freed with another, and are part of no order: set_may_be_unused().
+        """Why each group is in memory; contains every group that is not sharded."""
+        # Groups that are unsharded and freed with another, outside any order: set_may_be_unused().
         self.unsharded_with: Mapping[ParameterGroup, Sequence[ParameterGroup]] = {}
         self.accompanying: frozenset[ParameterGroup] = frozenset()
         self.announce: Callable[[ParameterGroup], None] | None = None
-        """Called with each group that is about to be unsharded, unless it is already: see inference.py."""
+        """Called with each group that is about to be unsharded, unless it already is: see inference.py."""
         self.is_mid_accumulation = False
         """Whether nothing has run since a backward without synchronisation."""
         self.awaits_backward = False
@@ -59,12 +59,12 @@ class UnshardedGroups:
         add_step_listener(self)
 
     def arrange(self, groups: Sequence[ParameterGroup], root: ParameterGroup) -> None:
-        """Find again which of ``groups`` go together; ``root``: the outermost."""
+        """Recompute which of ``groups`` are unsharded together; ``root``: the outermost."""
         self.accompanying = frozenset(group for group in groups if group.settings.may_be_unused)
         self.unsharded_with = _unsharded_together(groups, root) if self.accompanying else {}
 
     def refuse_alone(self, groups: Sequence[ParameterGroup]) -> None:
-        """Refuse a group that may be unused if no group around it is run by all ranks."""
+        """Refuse a group that may be unused if no enclosing group is run by all ranks."""
         accompanied = {group for inside in self.unsharded_with.values() for group in inside}
         for group in groups:
             if group in self.accompanying and group not in accompanied:
@@ -80,7 +80,7 @@ class UnshardedGroups:
         """``group`` is about to be unsharded for ``reason``; ``inference()`` stays the reason."""
         before = self.reasons.get(group)
         if before is FOR_EARLIER_BACKWARD:
-            self.reshard(group)  # not before, since all ranks unshard it now
+            self.reshard(group)  # only now, when all ranks unshard it
         if self.announce is not None:
             self.announce(group)
         if before is not INFERENCE:
@@ -92,14 +92,14 @@ class UnshardedGroups:
         group.unsharded.unshard()
 
     def unshard_again(self, group: ParameterGroup) -> None:
-        """Begin to unshard ``group`` for the backward of a forward that has used it."""
+        """Begin to unshard ``group`` for backward, after a forward has used it."""
         self.reasons.setdefault(group, IN_USE)
         group.unsharded.unshard_again()
 
     def begin_captured(self, captured: bool) -> None:
-        """A pass begins, whose work is captured into a CUDA graph, or is not.
+        """A pass begins, whose work is or is not captured into a CUDA graph.
 
-        Neither kind may wait for streams and events of the other. Before a capture all work must be over.
+        Neither kind may wait for streams and events of the other. All work must be over before a capture.
         """
         if captured is not self._is_captured:
             self._is_captured = captured
@@ -122,15 +122,15 @@ class UnshardedGroups:
             unsharded.reshard()
 
     def reshard_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
-        """Of ``groups``, reshard those that were kept unsharded while shards were changed on any rank.
+        """Reshard those of ``groups`` that were kept unsharded while shards changed on any rank.
 
-        All ranks reshard a group or none, for they unshard it together. Two cases need no communication and
-        no answer of the device: the step of an optimizer, which changes all shards on all ranks, and the next
-        microbatch of an accumulation without synchronisation, before which nothing may change them. In
-        another forward before a backward, on a device, groups that nobody has asked to keep are resharded
-        unasked: to gather one again takes less than to wait for all that the device has been given.
+        All ranks or none reshard a group, since they unshard it together. Two cases need no communication and
+        no answer from the device: the step of an optimizer, which changes all shards on all ranks, and the
+        next microbatch of an accumulation without synchronisation, before which nothing may change them. In
+        another forward before a backward, on a device, groups that the caller has not asked to keep are
+        always resharded: to gather one again takes less time than to wait for all work queued on the device.
 
-        ``optimizer``: the event after which it has written the shards, if the caller has given one.
+        ``optimizer``: the event after which it has written the shards, if the caller has set one.
         """
         accumulates = self.is_mid_accumulation and torch.is_grad_enabled()
         self.is_mid_accumulation = False
@@ -150,21 +150,21 @@ class UnshardedGroups:
             self._reshard_changed(kept)
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
-        """An optimizer has stepped: if it has a parameter of a group in memory, all trainable ones are stale.
+        """An optimizer has stepped: if any of its parameters is in memory, all trainable groups are stale.
 
-        All of them, because the ranks have to agree, and an optimizer may leave out shards that are empty on
-        its rank.
+        All of them, because ranks must agree, and an optimizer may leave out shards that are empty on its
+        rank.
         """
         if not self.reasons:
             return
-        # From a copy: with ranks as threads this comes from any of them.
+        # Copy it: if ranks are threads, any of them may call this.
         trainable = [group for group in list(self.reasons) if group.gradients.are_wanted]
         own = {id(bucket) for group in trainable for bucket in group.buckets}
         if any(id(bucket) in own for bucket in buckets):
             self._stepped.update(trainable)
 
     def _reshard_changed(self, kept: Sequence[ParameterGroup]) -> None:
-        """Compare on the device, on all ranks. The host waits once, for the answer."""
+        """Compare on the device, on all ranks. The host waits once for the answer."""
         if is_captured(kept[0].device):
             raise RuntimeError(
                 f"{listed([group.name for group in kept], 4)}: kept unsharded since a backward, and perhaps "
@@ -184,9 +184,9 @@ class UnshardedGroups:
                 group.unsharded.sync_versions()
 
     def _refuse_changes(self, kept: Sequence[ParameterGroup]) -> None:
-        """Refuse changes on this rank. The host sees those that torch counts; the device finds the others."""
+        """Refuse changes on this rank. The host sees changes that torch counts; the device finds others."""
         for group in kept:
-            if not group.unsharded.can_be_compared:  # frozen or unfrozen, which ranks do alike, or quantized
+            if not group.unsharded.can_be_compared:  # quantized, or frozen or unfrozen, alike on all ranks
                 self.reshard(group)
                 continue
             differ = group.unsharded.differ()
@@ -195,10 +195,10 @@ class UnshardedGroups:
             elif differ.item():
                 raise RuntimeError(_changed_message(f"{', '.join(changed)} has", group))
             else:
-                group.unsharded.sync_versions()  # written with the same contents, as by a load
+                group.unsharded.sync_versions()  # written with equal contents, as by a load
 
     def reshard_after_failure(self) -> None:
-        """Reshard everything, whatever state it is in."""
+        """Reshard all groups from any state."""
         self.awaits_backward = False
         for group in self.reasons:
             group.unsharded.reshard_after_failure()
@@ -206,9 +206,9 @@ class UnshardedGroups:
         self._stepped.clear()
 
     def end_pass(self, *unneeded: Reason) -> None:
-        """A pass is over: reshard what is in memory for ``unneeded`` reasons.
+        """A pass is over: reshard groups in memory for ``unneeded`` reasons.
 
-        Between passes modules show their shards, whatever is kept in memory, but for ``inference()``.
+        Between passes modules show their shards, even of groups in memory, except in ``inference()``.
         """
         for group, reason in list(self.reasons.items()):
             if reason in unneeded:
@@ -217,7 +217,7 @@ class UnshardedGroups:
                 group.unsharded.hide()
 
     def freed_by_exit(self, call: Call) -> Sequence[ParameterGroup]:
-        """The groups whose unsharded parameters may go when ``call`` is over, or before the next one."""
+        """The groups whose unsharded parameters may be freed when ``call`` ends, or before the next one."""
         if call.parent is None:
             return tuple(self.reasons)
         return (call.group, *self.unsharded_with.get(call.group, ()))
@@ -226,9 +226,9 @@ class UnshardedGroups:
 def _unsharded_together(
     groups: Sequence[ParameterGroup], root: ParameterGroup
 ) -> dict[ParameterGroup, list[ParameterGroup]]:
-    """For groups that all ranks run: those inside that some ranks may skip.
+    """For each group that all ranks run, the inner groups that some ranks may skip.
 
-    All ranks unshard these with the group around them, at the same point. Their gradients are reduced at the
+    All ranks unshard these with the enclosing group, at the same point. Their gradients are reduced at the
     end of backward, with zeros from ranks that have none.
     """
     group_of = {module: group for group in groups for module in group.modules}

@@ -1,1 +1,1 @@
-"""Optional parts of the runtime, each at named points of a step (engine/feature.py)."""
+"""Optional parts of the runtime, called at named points of a step (``Feature`` in engine/root.py)."""

@@ -1,9 +1,9 @@
 """Which groups stay unsharded between the forwards of ``inference()``, and how ranks keep in step.
 
-Groups that are kept need no communication. All ranks together unshard the others in each forward, so a rank
-that runs fewer forwards has to take part in the all-gathers of the rest. Before each forward, the ranks tell
-each other whether they run it or have left. Once a rank has left, the others announce each all-gather before
-they begin it, as they also do in their first forward:
+Kept groups need no communication. All ranks together unshard the others in each forward, so a rank that runs
+fewer forwards must take part in the remaining all-gathers. Before each forward, ranks exchange whether they
+run it or have left. Once a rank has left, the others announce each all-gather before they begin it, as they
+also do in their first forward:
 
     rank 0    runs    runs, announces a, b       has left    all have left
     rank 1    runs    has left, joins in a, b    has left    all have left
@@ -37,8 +37,8 @@ class Inference(Feature):
         self._axes = axes = shard_axes_of(entered)
         self._wait = Wait("next forward inside inference()", root.name, lambda: axes)
         self._communicates = any(group not in kept for group in entered)
-        self._plan: list[ParameterGroup] | None = None  # what the last forward unsharded, in order
-        self._issued: list[ParameterGroup] | None = None  # the same, of a running or failed one
+        self._plan: list[ParameterGroup] | None = None  # groups that the last forward unsharded, in order
+        self._issued: list[ParameterGroup] | None = None  # the same for a running or failed one
         self._announces = False
         self._refusal: str | None = None  # why the unsharded parameters can no longer be used
         # Ranks may run different numbers of forwards, so the order recorded in them is dropped afterwards.
@@ -54,7 +54,7 @@ class Inference(Feature):
         )
 
     def forward_begins(self) -> None:
-        """Catch up on a forward that failed, and tell the other ranks that this one runs another."""
+        """Catch up on a failed forward, and inform the other ranks that this one runs another."""
         self._make_good()
         self._check_weights()
         self._issued = []
@@ -96,10 +96,10 @@ class Inference(Feature):
         self.root.unsharded_groups.announce = None
 
     def _check_weights(self) -> None:
-        """Refuse to go on if shards or full parameters were changed, by their versions."""
+        """Refuse to continue if versions show that shards or full parameters were changed."""
         for group in self.kept if self._refusal is None else ():
             if changed := group.unsharded.shards_changed() or group.unsharded.changed_in_place():
-                group.unsharded.sync_versions()  # raised here, and not again when the group is resharded
+                group.unsharded.sync_versions()  # raise here, and not again when the group is resharded
                 self._refusal = (
                     f"{changed[0]}: changed inside inference(), where the parameters that were unsharded "
                     "before are used. Leave the context, change weights, and enter it again."
@@ -108,7 +108,7 @@ class Inference(Feature):
             raise RuntimeError(self._refusal)
 
     def _make_good(self) -> None:
-        """After a failed forward, unshard what it had yet to unshard: the other ranks wait for it."""
+        """After a failed forward, unshard its remaining groups: the other ranks wait for that."""
         issued, self._issued = self._issued, None
         if issued is None or not self._communicates:
             return
@@ -127,17 +127,17 @@ class Inference(Feature):
             _play([self.root.groups[place - 1]])
 
     def _tell(self, runs: bool) -> tuple[bool, bool]:
-        """Whether any rank is about to run a forward, and whether its all-gathers have to be announced."""
+        """Whether any rank is about to run a forward, and whether its all-gathers must be announced."""
         asks = not runs or self._plan is None
         somebody_runs, somebody_asks = self._highest([runs, asks])
         return bool(somebody_runs), bool(somebody_asks)
 
     def _announce(self, place: int) -> int:
-        """What ranks in a forward unshard next: 1 + its index in the root's groups, or 0 at the end."""
+        """The group that ranks in a forward unshard next: 1 + its index in the root, or 0 at the end."""
         return self._highest([place])[0]
 
     def _highest(self, own: Sequence[int]) -> list[int]:
-        """The highest of each over the ranks."""
+        """The maximum of each over the ranks."""
         highest = torch.tensor(own, dtype=torch.int32, device=self.root.device)
         with monitor_of_job().collective(self._wait):
             all_reduce_max(highest, self._axes)
@@ -145,7 +145,7 @@ class Inference(Feature):
 
 
 def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float) -> int:
-    """Keep as many groups unsharded as fit into ``budget`` bytes; returns the bytes they take."""
+    """Keep as many groups unsharded as fit into ``budget`` bytes; return the bytes they take."""
     if root.find(Inference) is not None:
         raise RuntimeError(
             f"inference: {groups[0].name} is in another inference() already, which would end with this "
@@ -160,7 +160,7 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
             taken += group.unsharded.num_bytes
     root.lazy_init.streams.wait_for_optimizer(root.post_optim_event)
     for group in root.groups:
-        root.unsharded_groups.reshard(group)  # what was kept from before may be stale
+        root.unsharded_groups.reshard(group)  # a group kept from before may be stale
     for group in kept:
         root.unsharded_groups.unshard(group, IN_USE)
     for group in kept:
@@ -179,10 +179,10 @@ def end_inference(root: Root) -> None:
 
 
 def _play(groups: Sequence[ParameterGroup]) -> None:
-    """Take part in all-gathers of other ranks, all at once, as those may wait in another order."""
+    """Take part in all-gathers of other ranks, all at once, since those may wait in a different order."""
     pending: list[ParameterGroup] = []
     for group in [*groups, None]:
-        if group is None or group in pending:  # it is unsharded a second time
+        if group is None or group in pending:  # unsharded a second time
             for each in pending:
                 each.unsharded.wait()
                 each.unsharded.reshard()

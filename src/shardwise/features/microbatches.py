@@ -1,4 +1,4 @@
-"""Several microbatches make one step, as in a pipeline: who schedules them says when gradients are reduced.
+"""Several microbatches make one step, as in a pipeline: their schedule decides when gradients are reduced.
 
     begin()   forward  forward  backward  forward  backward  backward   reduce(3)
                                                                         one reduction a group, of a third
@@ -14,7 +14,7 @@ later, perhaps after other microbatches, those of weights::
                             |           |
                          weights     weights
 
-The second half goes from group to group, in an order that all ranks have in common, and unshards them again.
+The second half goes from group to group, in the same order on all ranks, and unshards them again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +35,10 @@ from shardwise.torch_compat import autograd, dtensor
 
 
 class Microbatches(Feature):
-    """Leaves the reductions of one root to the caller, and keeps unsharded what the next microbatch uses.
+    """Leaves the reductions of one root to the caller, and keeps groups unsharded for the next microbatch.
 
-    A group stays unsharded from its first forward to the end of the step where its forward leaves it so
-    (``reshard_after_forward=False``); others are resharded as in any forward and backward.
+    A group with ``reshard_after_forward=False`` stays unsharded from its first forward to the end of the
+    step; others are resharded as in any forward and backward.
     """
 
     def __init__(self, root: Root) -> None:
@@ -52,7 +52,7 @@ class Microbatches(Feature):
     # --- a step -----------------------------------------------------------------------------------
 
     def begin(self, others: Sequence[nn.Parameter]) -> None:
-        """A step begins: its first forward may find other values in the shards.
+        """Begin a step; its first forward may find new values in the shards.
 
         ``others``: parameters that microbatches use and no group has; their gradients are divided as well.
         """
@@ -68,7 +68,7 @@ class Microbatches(Feature):
         self.is_under_way, self._others = True, others
         waiting = self._gradients()
         self._adds_to_earlier = bool(waiting)
-        for gradient in waiting:  # divided already; now they join the sum
+        for gradient in waiting:  # already divided; now they join the sum
             gradient.mul_(self._divisor)
 
     def reduce(self, divisor: int) -> None:
@@ -101,23 +101,23 @@ class Microbatches(Feature):
                 root.unsharded_groups.reshard(group)
 
     def _gradients(self) -> list[Tensor]:
-        """What waits to be reduced, and what nobody reduces."""
+        """The gradients that wait to be reduced, and those that are never reduced."""
         fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [dtensor.plain(p.grad) for p in (*fulls, *self._others) if p.grad is not None]
 
     @property
     def computes_weights(self) -> bool:  # type: ignore[override]
-        """In a step, ``compute_weights`` follows each backward of inputs alone."""
+        """In a step, ``compute_weights`` follows each backward of only the inputs."""
         return self.is_under_way
 
-    # --- what the root asks -----------------------------------------------------------------------
+    # --- calls from the root ----------------------------------------------------------------------
 
     def forward_ended(self, outcome: Outcome) -> None:
-        """Let the next forward trust what is kept, without asking the other ranks: no step changes shards."""
+        """Let the next forward trust kept groups without communication: no step changes shards."""
         self.root.unsharded_groups.is_mid_accumulation = self.is_under_way
 
     def is_needed_later(self, group: ParameterGroup) -> bool:
-        """Whether the next microbatch finds ``group`` unsharded."""
+        """Whether ``group`` stays unsharded for the next microbatch."""
         return self.is_under_way and not self.root.reshards_after_forward(group)
 
     # --- backwards --------------------------------------------------------------------------------
@@ -135,14 +135,14 @@ class Microbatches(Feature):
                 group.configure(requires_gradient_sync=requires_sync)
 
     def weights(self) -> list[Tensor]:
-        """The trainable parameters as the graphs of forwards know them."""
+        """The trainable parameters, as in the graphs of forwards."""
         fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
         return [weight for weight in (*fulls, *self._others) if weight.requires_grad]
 
     def compute_weights(self, parts: list[dict[str, Any]]) -> None:
         """The second half of a backward: add up the gradients of ``weights()``.
 
-        ``parts``: what ``autograd.run_backward_of_inputs`` has returned.
+        ``parts``: the results of ``autograd.run_backward_of_inputs``.
         """
         self.root.recover()
         WeightPass(self.root).run(parts, [other for other in self._others if other.requires_grad])
@@ -150,7 +150,7 @@ class Microbatches(Feature):
     # --- unshard ahead ----------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Begin to unshard what then stays so until ``reshard`` or the end of the step."""
+        """Begin to unshard the groups that then stay so until ``reshard`` or the end of the step."""
         root, memory = self.root, self.root.unsharded_groups
         if not memory.is_mid_accumulation:  # nothing has run in this step
             memory.reshard_stale(root.groups, root.post_optim_event)
@@ -161,7 +161,7 @@ class Microbatches(Feature):
         memory.is_mid_accumulation = True
 
     def reshard(self) -> None:
-        """Reshard all groups, whose sums of gradients stay; what uses them next unshards them again."""
+        """Reshard all groups, but keep their sums of gradients; the next use unshards them again."""
         for group, reason in list(self.root.unsharded_groups.reasons.items()):
             if reason is not CALLER:
                 self.root.unsharded_groups.reshard(group)
@@ -170,8 +170,8 @@ class Microbatches(Feature):
 class WeightPass(BackwardPass):
     """The half of a backward that computes gradients of weights: many graph tasks, none announced.
 
-    It decides itself which groups are unsharded. From hooks it hears only of modules whose forward is
-    recomputed, and of outputs among the nodes that it begins with.
+    It decides which groups are unsharded. Hooks only report modules whose forward is recomputed, and outputs
+    among the nodes that it begins with.
     """
 
     def __init__(self, root: Root) -> None:
@@ -201,7 +201,7 @@ class WeightPass(BackwardPass):
         root.monitor.phase = ""
 
     def _run(self, parts: list[dict[str, Any]], others: Sequence[Tensor]) -> None:
-        # All ranks unshard the same groups, whatever the graph of each has used.
+        # All ranks unshard the same groups, even if their graphs differ.
         groups = [group for group in reversed(self._root.groups) if group.gradients.are_wanted]
         weights = {
             group: [full for full in group.unsharded.full_params if full.requires_grad] for group in groups
@@ -235,24 +235,24 @@ class WeightPass(BackwardPass):
         self.mark_in_use(group)
         group.unsharded.wait()
 
-    # --- what hooks tell --------------------------------------------------------------------------
+    # --- calls from hooks -------------------------------------------------------------------------
 
     def task_of(self, number: int) -> GraphTask:
         """One for all its graph tasks."""
         return self.tasks[0]
 
     def drop_failed(self) -> None:
-        """No task has failed: ``run`` would have ended."""
+        """Do nothing: if a task had failed, ``run`` would have ended."""
 
     def enter(self, task: GraphTask, call: Call) -> None:
-        """One of the first nodes has made an output of ``call``."""
+        """One of the first nodes made an output of ``call``."""
         self._have(call.group)
 
     def enter_recomputation(self, task: GraphTask, group: ParameterGroup, module: nn.Module) -> Call:
-        """Activation checkpointing runs a module again, for what its nodes have saved."""
+        """Activation checkpointing runs a module again, for the tensors that its nodes saved."""
         call = self._root.calls.open(group, module)
         self._have(group)
         return call
 
     def exit_recomputation(self, task: GraphTask, group: ParameterGroup) -> None:
-        """The group may be freed with the others."""
+        """Do nothing: the group is freed with the others."""

@@ -1,1 +1,1 @@
-"""The parameters of one ``fully_shard`` call: whether they may be unsharded or reduced, and how."""
+"""The parameters of one ``fully_shard`` call: whether and how they may be unsharded or reduced."""

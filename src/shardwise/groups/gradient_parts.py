@@ -1,6 +1,6 @@
 """Which gradients of a group are reduced before all have arrived, in an order common to all ranks.
 
-Back ends match collectives by the order of their calls, and gradients may arrive in different orders on
+Back ends match collectives by the order of their calls, but gradients may arrive in different orders on
 different ranks. So a part is sent (its reduction begins) when all of its gradients have arrived *and* every
 part before it has been sent:
 
@@ -8,8 +8,8 @@ part before it has been sent:
     gradients arrive    down: sent.  proj: waits.  up: sent.  qkv: proj and qkv are sent.
                         The rest: at the end.
 
-Gradients that arrive in another order than that of the parts are sent later, at the latest at the end, as all
-gradients of small groups are.
+Gradients that arrive in a different order are sent later, at the latest at the end, like all gradients of
+small groups.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ class QueuedPart:
 
 
 class PartQueue:
-    """The parts of one group's gradients, in order, and which have been sent in the running backward."""
+    """The parts of one group's gradients, in order, and which the running backward has sent."""
 
     def __init__(
         self, parts_of_buckets: Sequence[tuple[int, Sequence[GradientPart]]], trainable: Iterable[int]
@@ -46,7 +46,7 @@ class PartQueue:
         self.begin()
 
     def begin(self, arrived: Iterable[int] = ()) -> None:
-        """Start a backward: nothing has been sent, and only the gradients at ``arrived`` are there."""
+        """Start a backward: nothing has been sent, and only the gradients at ``arrived`` exist."""
         there = set(arrived)
         self._missing = [set(part.indices) & self._trainable - there for part in self._all]
         self._next = 0

@@ -1,7 +1,7 @@
 """The gradients of a group: counted as they arrive, reduced, deferred, dropped.
 
-Owns the state of the gradients (states.py) and the reductions in flight, one for each bucket. It tells the
-listener what has arrived; the root decides *when* to reduce.
+Owns the state of the gradients (states.py) and the reductions in flight, one for each bucket. It notifies the
+listener of arrivals; the root decides *when* to reduce.
 """
 
 import weakref
@@ -45,10 +45,10 @@ Tell = Callable[[], None]
 
 
 class Listener:
-    """Functions that are called with what happens to the gradients of one group, to decide what to do when.
+    """Callbacks for events of the gradients of one group; they decide when to act.
 
-    ``arrived``: the first of a backward has arrived, or any where each is asked for. ``part_complete``: some
-    may be reduced before the others. ``complete``: those of all trainable parameters have arrived.
+    ``arrived``: the first gradient of a backward has arrived, or each one if requested. ``part_complete``:
+    some may be reduced before the others. ``complete``: those of all trainable parameters have arrived.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Listener:
 class Gradients:
     """The unsharded gradients of a group, those deferred to a later backward, and their reductions.
 
-    ``tells_each``: the listener wants to hear of each that arrives.
+    ``tells_each``: notify the listener of each arrival.
     """
 
     streams: CommStreams
@@ -76,19 +76,19 @@ class Gradients:
         self.listener = Listener()
         self.observer: Observer | None = None
         self.awaited = Wait("reduction", shards.name, list)
-        # What earlier backwards have shown: whether gradients were reduced, and arrived in nested backwards.
+        # Whether, in earlier backwards, gradients were reduced, and arrived in nested backwards.
         self.were_reduced = False
         self.come_nested = False
         self.start_over()
 
     def start_over(self) -> None:
-        """Start over, as the parameters were replaced."""
+        """Start over, because the parameters were replaced."""
         self._has_deferred = self._stands_for_any()
         self.part_queue: PartQueue | None = None
-        """What may be reduced before all have arrived; None: all are reduced together."""
+        """Parts that may be reduced before all gradients have arrived; None: all are reduced together."""
         self._hooked: set[int] = set()
         self._trainable: frozenset[int] = frozenset()
-        self._missing = 0  # whose gradients are yet to come, a bit for each parameter
+        self._missing = 0  # a bit for each parameter whose gradient is yet to come
         self._all_missing = 0
         self._made_on: dict[Hashable, Any] = {}
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
@@ -96,7 +96,7 @@ class Gradients:
     # --- arrival ----------------------------------------------------------------------------------
 
     def attach_hooks(self) -> None:
-        """Hook the trainable unsharded parameters, to be told when their gradients arrive."""
+        """Hook the trainable unsharded parameters, to learn when their gradients arrive."""
         own, fulls = weakref.ref(self), self._unsharded.full_params
         trainable = [i for i, full in enumerate(fulls) if full.requires_grad]
         for index in trainable:
@@ -131,9 +131,9 @@ class Gradients:
 
     @outside_transforms
     def _first_arrived(self) -> None:
-        """The first gradient of a backward is there: begin to count."""
+        """The first gradient of a backward has arrived: begin to count."""
         if self._unsharded.are_shards:
-            self._unsharded.refuse_changed_shards()  # no hook before backward has
+            self._unsharded.refuse_changed_shards()  # no hook before backward has done so
         self.listener.arrived()
         if self.state is REDUCING:
             self.finish()
@@ -144,20 +144,20 @@ class Gradients:
 
     @outside_transforms
     def _part_arrived(self) -> None:
-        """The last one of a part is there, and all parts before it were sent."""
+        """The last gradient of a part has arrived, and all parts before it were sent."""
         if self.settings.requires_gradient_sync and not self.settings.ranks_may_differ:
             self.listener.part_complete()
 
     # --- reduction --------------------------------------------------------------------------------
 
     def send_ready(self) -> None:
-        """Begin to reduce the parts that are complete and need not wait for the others."""
+        """Begin to reduce the parts that are ready."""
         assert self.part_queue is not None
         with without_graph():
             self._send(self.part_queue.take_ready())
 
     def reduce(self) -> None:
-        """Begin to reduce the unsharded gradients that are left."""
+        """Begin to reduce the remaining unsharded gradients."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with _neither_graph_nor_inference():
                 return self.reduce()
@@ -203,16 +203,16 @@ class Gradients:
         return made
 
     def _close(self) -> None:
-        """All that will be reduced is sent: let the sums go on to the replicas."""
+        """Everything to reduce is sent: let the sums proceed to the replicas."""
         settings = self.settings
         for bucket, reduction in zip(self._shards.buckets, self._reductions, strict=True):
             if reduction is not None:
                 bucket.reduction.close(reduction, settings.requires_all_reduce, settings.all_reduce_hook)
 
-    # --- what is sent -----------------------------------------------------------------------------
+    # --- the gradients to send --------------------------------------------------------------------
 
     def _take(self, params: Sequence[Param], fulls: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-        """Take the unsharded gradients of ``params``, which belong to the reduction from now on."""
+        """Take the unsharded gradients of ``params``; the reduction owns them from now on."""
         if not fulls:
             return [self._zeros_for(param) if param.sharded.requires_grad else None for param in params]
         if not (self.settings.ranks_may_differ or self._shards.is_tensor_parallel):
@@ -237,22 +237,22 @@ class Gradients:
         return gradients
 
     def _zeros_for(self, param: Param) -> Tensor | None:
-        """Zeros in place of a gradient that has not arrived; None unless unused parameters take part."""
+        """Zeros for a gradient that has not arrived; None unless unused parameters take part."""
         if not self.settings.ranks_may_differ:
             return None
         return torch.zeros(param.shape, dtype=param.precision.reduced, device=self._shards.device)
 
     @property
     def made_on(self) -> Sequence[Any]:
-        """The streams on which they were made, which are those of forward: a module may run a branch beside
-        the rest, on a stream of its own. Such a stream has to be waited for, and memory goes back to it.
+        """The streams on which they were made, which are those of forward: a module may run a branch on
+        another stream. Reductions must wait for such a stream, and memory goes back to it.
         """
         return tuple(self._made_on.values())
 
     # --- in flight --------------------------------------------------------------------------------
 
     def in_flight(self) -> list[Reduction]:
-        """The reductions that nobody has waited for."""
+        """The reductions that have not been waited for."""
         return [reduction for reduction in self._reductions if reduction is not None]
 
     def advance(self) -> None:
@@ -272,7 +272,7 @@ class Gradients:
             reduction.release_parts()
 
     def release(self) -> None:
-        """Wait for the results, and free what the device made them of."""
+        """Wait for the results, and free the memory on the device that they were made from."""
         for reduction in self.in_flight():
             reduction.release()
 
@@ -297,7 +297,7 @@ class Gradients:
     def _accumulate(self) -> bool:
         """Add all results to ``.grad``; True if some wait for a sum over replicas."""
         is_some_left = False
-        # Added plainly if shards have no hooks on gradients, and no ``.grad`` stands for deferred ones.
+        # The fast path: shards have no gradient hooks, and no ``.grad`` stands for deferred gradients.
         without_hooks = not self._has_deferred and self._shards.have_no_gradient_hooks()
         for number, reduction in enumerate(self._reductions):
             if reduction is not None:
@@ -328,9 +328,9 @@ class Gradients:
             self._mark_deferred()
 
     def defer_written(self) -> None:
-        """Defer gradients that the root has itself added to ``.grad`` of unsharded parameters.
+        """Defer gradients that the root has added to ``.grad`` of unsharded parameters.
 
-        No hook has told of them, since ``torch.autograd.grad`` returns gradients and accumulates none.
+        No hook has run for them, since ``torch.autograd.grad`` returns gradients without accumulating.
         """
         if all(full.grad is None for full in self._unsharded.full_params):
             return
@@ -376,7 +376,7 @@ class Gradients:
         return any(param.is_deferred for param in self._shards.params)
 
     def drop_cleared(self) -> None:
-        """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared since."""
+        """Drop deferred gradients of parameters whose ``.grad`` the caller has cleared."""
         if self.state is not DEFERRED:
             return
         fulls, index = self._unsharded.full_params, 0
@@ -400,16 +400,16 @@ class Gradients:
             self._step("drop")
 
     def drop_of_backward(self) -> None:
-        """Drop the gradients of a backward that failed, and those of earlier ones to which it has added.
+        """Drop the gradients of a failed backward, and the deferred ones to which it has added.
 
-        ``.grad`` goes on to stand for the latter, until the caller clears it.
+        ``.grad`` still stands for the latter, until the caller clears it.
         """
         if self.state in (PENDING, REDUCING):
             self._free()
             self._step("defer" if self._stands_for_any() else "drop")
 
     def _free(self) -> None:
-        """Free them, once what other ranks take part in is over."""
+        """Free the gradients, after waiting for communication with other ranks."""
         for reduction in self.in_flight():
             reduction.drop()
         self._reductions = [None] * len(self._shards.buckets)
@@ -440,7 +440,7 @@ class Gradients:
 
 
 def _take_dense(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
-    """Take ``.grad`` of ``fulls`` away; None, and nothing taken, if one is sparse."""
+    """Take ``.grad`` of ``fulls``; None, and nothing taken, if one is sparse."""
     with tensor_impl.plain_access():
         gradients = list(map(_gradient, fulls))
         layouts = set(map(_layout, filter(is_not_none, gradients)))
@@ -457,7 +457,7 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, others: int, full: Tenso
     The reference is weak: Python's collector cannot see hooks in C++. ``others``: the bits of all the others.
 
     Raises:
-        RuntimeError: Forward has used it, and it was made anew since.
+        RuntimeError: the parameter has been replaced since forward used it.
     """
     gradients = own()
     if gradients is None:
@@ -473,13 +473,13 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, others: int, full: Tenso
     if gradients.state is not PENDING:
         gradients._first_arrived()
     elif queue is not None and index in queue.sent:
-        gradients._finish_sent()  # this gradient is of another nested backward, and part of another sum
+        gradients._finish_sent()  # this gradient is from another nested backward, and part of another sum
     elif gradients._tells_each:
-        gradients._tell()  # one of a nested backward keeps the group unsharded for longer
+        gradients._tell()  # a gradient from a nested backward keeps the group unsharded longer
     gradients._missing &= others
     if not gradients._missing:
         gradients._missing = gradients._all_missing  # for another call, which a nested backward may reach
-        # Not by outside_transforms: the way to the reduction is a frame shorter.
+        # Not by outside_transforms, to save a call before the reduction.
         if functorch.is_in_transform():
             with functorch.without_transforms():
                 gradients.listener.complete()

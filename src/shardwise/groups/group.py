@@ -1,12 +1,12 @@
 """The parameters of one ``fully_shard`` call: their identity, settings, and the owners of their two states.
 
     ParameterGroup
-      settings      what the caller has chosen
-      shards        the registered parameters, and what the caller has done to them
+      settings      the caller's choices
+      shards        the registered parameters, and the caller's changes to them
       unsharded     the full parameters: SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED
       gradients     EMPTY -> PENDING -> REDUCING -> EMPTY, and their reductions
 
-``unsharded`` knows ``shards``, and ``gradients`` knows both; what concerns all three is done here. The root
+``unsharded`` knows ``shards``, and ``gradients`` knows both; operations on all three are here. The root
 decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
@@ -40,7 +40,7 @@ from shardwise.torch_compat import c10d, dtensor
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A place that registers a parameter which another group has taken: the two groups are tied."""
+    """A place that registers a parameter that another group has taken: the two groups are tied."""
 
     site: Site
     original: nn.Parameter
@@ -49,10 +49,10 @@ class Tie:
 class ParameterGroup:
     """The parameters of one ``fully_shard`` call, in buckets by mesh.
 
-    ``modules`` are those of the call. ``managed_modules`` are these and all inside, but for those that other
+    ``modules`` are those of the call. ``managed_modules`` are these and all inside, except those that other
     calls have sharded: every module that registers a parameter of the group. ``plan_changed`` is called when
-    parameters were replaced, frozen or unfrozen; ``changes_adopted`` when the group has adopted changes of
-    the caller in a pass, and has not communicated yet.
+    parameters were replaced, frozen or unfrozen; ``changes_adopted`` when the group has adopted the caller's
+    changes in a pass, and has not communicated yet.
     """
 
     streams: CommStreams
@@ -76,11 +76,11 @@ class ParameterGroup:
         self.ties: list[Tie] = []
         self.ignored: list[nn.Parameter] = []
         self.choices: set[str] = set()  # setters and hooks that have chosen how to communicate
-        self.partly_loaded: str | None = None  # why a load failed half-way
+        self.partly_loaded: str | None = None  # why a load failed halfway
         self.added = AddedParameters(managed_modules)
         self.side_tensors = SideTensors(managed_modules)
         self.observer: Observer | None = None
-        self.traced: Any = None  # what the last trace saw
+        self.traced: Any = None  # facts of the last trace
         self.plan_changed: Callable[[], None] = nothing
         self.changes_adopted: Callable[[], None] = nothing
         self.shards = Shards(name, buckets, mesh.device)
@@ -101,7 +101,7 @@ class ParameterGroup:
         """Its parameters by mesh."""
         return self.shards.buckets
 
-    # --- what it is told --------------------------------------------------------------------------
+    # --- configuration ----------------------------------------------------------------------------
 
     settings = Settings()
 
@@ -122,7 +122,7 @@ class ParameterGroup:
         self.observer = self.unsharded.observer = self.gradients.observer = observer
 
     def attach(self, streams: CommStreams) -> None:
-        """Give the group the streams on which it communicates, and let other ranks hear of its failures."""
+        """Give the group its streams, and register its waits, so that other ranks learn of its failures."""
         self.use_streams(streams)
         monitor = monitor_of_job()
         for awaited, stream in (
@@ -139,7 +139,7 @@ class ParameterGroup:
         self.streams = self.unsharded.streams = self.gradients.streams = streams
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Take over the names that an outer module has for our modules, as far as ``names`` has them."""
+        """Adopt the names that an outer module has for our modules, where ``names`` has them."""
         self.shards.rename(names, self.modules)
 
     # --- its parameters ---------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class ParameterGroup:
             param.install_shard(sharded)
 
     def take_stock(self) -> None:
-        """Start over with the parameters that the buckets have now, while none is unsharded."""
+        """Start over with the current parameters of the buckets, while none is unsharded."""
         self.shards.take_stock()
         self.unsharded.drop()
         self.gradients.start_over()
@@ -178,7 +178,7 @@ class ParameterGroup:
             )
 
     def adopt_protocols(self) -> None:
-        """Give a bucket of its own to each shard that has gained a protocol to all-gather itself."""
+        """Give a separate bucket to each shard that has gained a protocol to all-gather itself."""
         for bucket in self.buckets:
             check_before_training(bucket)
         if not any(is_extension(p.local) for b in self.buckets if b.takes_more for p in b.params):
@@ -190,7 +190,7 @@ class ParameterGroup:
         self.take_stock()
 
     def give_up(self, param: Param) -> None:
-        """Give up a parameter, which another group is about to take."""
+        """Give up a parameter that another group is about to take."""
         owner = next(bucket for bucket in self.buckets if param in bucket.params)
         owner.params.remove(param)
         if owner.params:
@@ -219,9 +219,9 @@ class ParameterGroup:
             self.shards.adopt_replaced()
 
     def adopt_changes(self) -> bool:
-        """Adopt what was assigned, moved, cast, frozen or unfrozen since the last call.
+        """Adopt parameters that were assigned, moved, cast, frozen or unfrozen since the last call.
 
-        True if any was, or if this is the first call.
+        True if there were any, or if this is the first call.
         """
         if self.shards.are_untouched(self.unsharded.full_params):
             return False
@@ -241,7 +241,7 @@ class ParameterGroup:
             param.restore_metadata()
 
     def _prepare_unshard(self) -> None:
-        """Adopt changes; the first time, make the full parameters and hook them."""
+        """Adopt changes; at the first call, make the full parameters and hook them."""
         if self.adopt_changes():
             self.changes_adopted()
             self.streams.all_gather.wait_for_compute()  # the compute stream may have moved the shards
@@ -281,7 +281,7 @@ class ParameterGroup:
             for full, gradient, param in zip(unsharded.full_params, carried, self.shards.params, strict=True):
                 full.grad = None if gradient is None else gradient.to(param.precision.accumulated)
 
-    # --- what is refused --------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def refuse_open_ties(self) -> None:
         """Refuse a parameter tied to one of another group if no sharded module contains both."""
@@ -298,7 +298,7 @@ class ParameterGroup:
             )
 
     def refuse_if_summoned(self, what: str) -> None:
-        """Refuse ``what`` inside ``unsharded()``, where the caller has the parameters."""
+        """Refuse ``what`` inside ``unsharded()``, which lends the parameters to the caller."""
         if self.unsharded.state is SUMMONED:
             refuse_summoned(self.name, what)
 
@@ -328,8 +328,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def average_ignored(self) -> None:
-        """Average the gradients of parameters that the group ignores over all ranks, if gradients are
-        synchronised now.
+        """Average the gradients of ignored parameters over all ranks, if gradients are synchronised now.
 
         Every trainable one takes part on every rank, with zeros if it has no gradient, so all ranks send the
         same number of bytes.
@@ -350,7 +349,7 @@ class ParameterGroup:
 
     @property
     def max_in_flight(self) -> int:
-        """How many reductions may be in flight at once: more overlap, for more memory."""
+        """The number of reductions that may be in flight: more give more overlap, and take more memory."""
         return self.settings.max_reductions + self.shards.are_replicated
 
     def all_axes(self) -> list[Axis]:
@@ -378,7 +377,7 @@ def _average(gradients: list[Tensor], axis: Axis) -> None:
 
 
 def open_tie_message(fqn: str, other: str) -> str:
-    """The error text for parameter ``fqn``, tied to the parameter that the words ``other`` stand for."""
+    """The error text for parameter ``fqn``, tied to the parameter that ``other`` describes."""
     return (
         f"{fqn} is tied to {other} was sharded in another fully_shard call, and no sharded module contains "
         "both, to own the parameter. Call fully_shard on the module around both, after these two, or shard "

@@ -1,4 +1,4 @@
-"""The modules of a group: whose their parameters are, what is added later, what forward leaves there."""
+"""The modules of a group: who owns their parameters, later additions, tensors that forward stores there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _wants_gradient = attrgetter("requires_grad")
 
 @dataclass(eq=False)
 class Owner:
-    """Noted on every module whose parameters a group has taken: the group, and the module's name."""
+    """Stored on every module whose parameters a group has taken: the group, and the module's name."""
 
     group: Any  # ParameterGroup
     fqn: str
@@ -32,12 +32,12 @@ class Owner:
 
 
 def set_owner(module: nn.Module, owner: Owner) -> None:
-    """Note on ``module`` whose parameters its own are."""
+    """Store on ``module`` the group that owns its parameters."""
     module.__dict__[_OWNER] = owner
 
 
 def owner_of(module: nn.Module) -> Owner | None:
-    """What was noted; None if no group has taken its parameters."""
+    """The owner of its parameters; None if no group has taken them."""
     owner: Owner | None = module.__dict__.get(_OWNER)
     return owner
 
@@ -48,10 +48,9 @@ def owner_of(module: nn.Module) -> Owner | None:
 class AddedParameters:
     """Parameters added to ``managed_modules`` after ``fully_shard``: no group reduces their gradients.
 
-    A group owns the parameters that its modules had in its ``fully_shard`` call. Whatever is registered later
-    belongs to no group: a parameter in a module of the group, or a module, such as an adapter, anywhere
-    inside. Every forward ends with a search for these, in loops that run in C; names are looked up only if it
-    finds any.
+    A group owns the parameters that its modules had in its ``fully_shard`` call. Later registrations belong
+    to no group: a parameter in a module of the group, or a module, such as an adapter, anywhere inside.
+    Every forward ends with a search for these, in C loops; names are looked up only if it finds any.
     """
 
     def __init__(self, managed_modules: Sequence[nn.Module]) -> None:
@@ -80,7 +79,7 @@ class AddedParameters:
         return not self._frozen or not any(map(_wants_gradient, self._frozen))
 
     def is_untouched_in_graph(self) -> bool:
-        """The same, for dynamo, which cannot trace loops that run in C."""
+        """Like ``is_untouched``, for dynamo, which cannot trace loops that run in C."""
         if (
             sum(p is not None for m in self._modules for p in nn_modules.parameters_in_graph(m).values())
             != self._num_parameters
@@ -99,8 +98,8 @@ class AddedParameters:
     ) -> list[tuple[str, nn.Parameter]]:
         """Added parameters that would be trained, by full name.
 
-        Looks in the managed modules, and in new ones that are not sharded themselves. Also finds a parameter
-        of ``fulls``, the unsharded ones, that was registered anywhere. Other additions are known from now on.
+        Searches the managed modules, and new ones that are not sharded. Also finds a parameter of ``fulls``,
+        the unsharded ones, that was registered anywhere. Other additions count as known from now on.
         ``names``: the name of every module of the tree.
         """
         found = {module: names.get(module) for module in self._managed}
@@ -112,7 +111,7 @@ class AddedParameters:
                 if param is None or (module, name) in self._known:
                     continue
                 if module not in self._managed and name_of_replaced(param) is not None:
-                    continue  # a shard, which has a group to notice
+                    continue  # a shard, which belongs to a group
                 if param.requires_grad or any(param is full for full in fulls):
                     added.append((clean(joined(prefix or "", name)), param))
                 else:
@@ -124,7 +123,7 @@ class AddedParameters:
 
 
 def _add_new_modules(found: dict[nn.Module, str | None], names: Mapping[nn.Module, str]) -> None:
-    """Add to ``found``, modules and their names, those inside whose parameters no group has taken."""
+    """Add to ``found``, names by module, the modules inside whose parameters no group has taken."""
     around = list(found)
     for module in around:
         for own, child in nn_modules.children_in_graph(module).items():
@@ -143,14 +142,14 @@ def _names_of(module: nn.Module) -> list[str]:
 class SideTensors:
     """Tensors with a graph that forward stores on attributes of ``managed_modules``: auxiliary losses, say.
 
-    Modules of torch store none by themselves. There, this looks only at attributes that may be the user's,
-    and that held a tensor, None or a number when an attribute was last added.
+    torch's modules store none. On them, this searches only attributes that may be the user's, and that held
+    a tensor, None or a number when an attribute was last added.
     """
 
     def __init__(self, managed_modules: Sequence[nn.Module]) -> None:
         self._own_attributes: list[dict[str, Any]] = []
         self._torch_attributes: list[dict[str, Any]] = []
-        self._constants: list[Sequence[str]] = []  # what modules of torch have by themselves
+        self._constants: list[Sequence[str]] = []  # attributes that torch's modules define
         for module in managed_modules:
             if type(module).__module__.startswith("torch.nn."):
                 self._torch_attributes.append(module.__dict__)
@@ -160,7 +159,7 @@ class SideTensors:
         self._num_torch_attributes = -1
 
     def find(self) -> list[Tensor]:
-        """The tensors that are there now and require gradients."""
+        """The current tensors that require gradients."""
         if sum(map(len, self._torch_attributes)) != self._num_torch_attributes:
             self._choose_on_torchs()
         on_torchs = list(map(dict.get, self._holders, self._names))

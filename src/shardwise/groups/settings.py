@@ -1,4 +1,4 @@
-"""What the caller has chosen for a parameter group: one list of fields, declared here only."""
+"""The caller's choices for a parameter group, declared only here."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -21,7 +21,7 @@ class Settings:
     """Set through ``fully_shard`` and the methods of ``FSDPModule``; replaced as a whole."""
 
     reshard_after_forward: bool | int | None = _shared(None)
-    """None: reshard all but the root and the last block. A number n: n ranks keep the parameters together
+    """None: reshard all except the root and the last block. A number n: n ranks keep the parameters together
     until backward."""
     reshard_after_backward: bool = _of_microbatch(True)
     requires_gradient_sync: bool = _of_microbatch(True)
@@ -38,7 +38,7 @@ class Settings:
     """None: only on NCCL."""
     all_reduce_hook: Hook | None = None
     forward_prefetch: tuple[Any, ...] | None = None
-    """Which groups to unshard ahead, in place of the recorded order."""
+    """Groups to unshard ahead, in place of the recorded order."""
     backward_prefetch: tuple[Any, ...] | None = None
 
     ranks_that_keep: int | None = field(init=False)
@@ -47,7 +47,7 @@ class Settings:
     """Whether ranks may use different parameters."""
 
     def __post_init__(self) -> None:
-        """Work out what every step asks."""
+        """Derive the values that every step reads."""
         asked = self.reshard_after_forward
         keep = asked if isinstance(asked, int) and not isinstance(asked, bool) else None
         object.__setattr__(self, "ranks_that_keep", keep)

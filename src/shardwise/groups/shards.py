@@ -1,10 +1,10 @@
-"""The sharded parameters of a group, as it last saw them, and what the caller may have done to them since.
+"""The sharded parameters of a group, as it last saw them, and the caller's changes since.
 
 Between passes the shards belong to the caller, who may replace, move, cast, freeze, unfreeze, rename and hook
 them. ``are_untouched`` looks for changes before the group communicates; only if it finds one does the group
 look closely (``ParameterGroup.adopt_changes``).
 
-Twelve calls of a Python function cost as much as a collective of a small group. So what is asked at every
+Twelve calls of a Python function cost as much as a collective of a small group. So each check at every
 unshard is one ``map`` over the group, which runs in C.
 """
 
@@ -35,21 +35,21 @@ class Shards:
         self.take_stock()
 
     def take_stock(self) -> None:
-        """Start over with the parameters that the buckets have now."""
+        """Start over with the current parameters of the buckets."""
         self.params: list[Param] = [param for bucket in self.buckets for param in bucket.params]
         self.are_replicated = any(not bucket.mesh.replicate_axis.is_alone for bucket in self.buckets)
         self.is_tensor_parallel = any(param.is_tensor_parallel for param in self.params)
         self.are_offloaded = any(bucket.is_offloaded for bucket in self.buckets)
         modules = dict.fromkeys(site.module for param in self.params for site in param.sites)
         self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        """Modules that keep a list of their own of the parameters that are shown."""
+        """Modules that keep their own list of the shown parameters."""
         self._is_known = False  # before their first unshard
         self._look_at(())
 
     # --- changes ----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """What they are now is known, until the next look."""
+        """Record the current parameters, until the next look."""
         self._is_known = True
         self._look_at(self.params)
 
@@ -66,8 +66,8 @@ class Shards:
         self._has_version_bases = any(self._version_bases)
 
     def are_untouched(self, unsharded: Sequence[nn.Parameter]) -> bool:
-        """True if each is registered where it was, over the same memory, and ``requires_grad`` is as it was,
-        as it is for the ``unsharded`` parameters if there are any."""
+        """True if each is registered where it was, over the same memory, with the same ``requires_grad``,
+        which the ``unsharded`` parameters, if any, share."""
         if not self._is_known:
             return False
         standing = map(dict.get, map(nn_modules.parameters, self._modules), self._names)
@@ -85,7 +85,7 @@ class Shards:
             return list(map(_wants_gradient, self._sharded)) == self._trained
 
     def versions(self) -> list[int]:
-        """For each a number that grows with every in-place change that torch counts."""
+        """A number for each, which grows with every in-place change that torch counts."""
         with tensor_impl.plain_access():
             counted = list(
                 map(add, map(tensor_impl.version, self._sharded), map(tensor_impl.version, self._locals))
@@ -102,7 +102,7 @@ class Shards:
             )
 
     def are_elsewhere(self) -> bool:
-        """True if some have no values yet, or lie somewhere else than in the flat shards."""
+        """True if some have no values yet, or lie outside the flat shards."""
         standing = map(dtensor.local_tensor, [param.sharded for param in self.params])
         return any(map(_is_on_meta, self.buckets)) or any(map(is_not, standing, map(_local, self.params)))
 
@@ -115,7 +115,7 @@ class Shards:
                 param.adopt(new)
 
     def are_all_here(self) -> bool:
-        """True if what stands in the modules are shards on the group's devices, and tied ones are equal."""
+        """True if the modules hold shards on the group's devices, and tied ones are the same object."""
         for bucket in self.buckets:
             here = (bucket.storage.device, self.device)
             for param in bucket.params:
@@ -128,8 +128,7 @@ class Shards:
         return True
 
     def rename(self, names: Mapping[nn.Module, str], modules: Sequence[nn.Module]) -> None:
-        """Take over the names that an outer module has, as far as ``names`` has them; ``modules`` name the
-        group."""
+        """Adopt the names that an outer module has, where ``names`` has them; ``modules`` name the group."""
         found = [clean(names[module]) for module in modules if module in names]
         if len(found) == len(modules):
             self.name = ", ".join(found)
@@ -149,7 +148,7 @@ class Shards:
 
 
 def _refuse_new_ties(replacements: Sequence[tuple[Param, nn.Parameter | None]]) -> None:
-    """Refuse one sharded parameter in the places of two: a gradient would be lost."""
+    """Refuse one sharded parameter in place of two: a gradient would be lost."""
     owners: dict[int, Param] = {}
     for param, new in replacements:
         first = owners.setdefault(id(param.sharded if new is None else new), param)

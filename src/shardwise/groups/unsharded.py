@@ -37,11 +37,10 @@ Observer = Callable[[str, str], None]
 
 
 class StreamUsers:
-    """The streams of a device on which unsharded parameters are used, since a forward unsharded them.
+    """The streams of a device on which unsharded parameters have been used since a forward unsharded them.
 
-    A group of several modules may run some of them beside the others, on a stream that began before the first
-    did. So it is not enough that one stream waits for the all-gather, nor that the memory is freed behind one
-    stream::
+    A group of several modules may run some of them concurrently, on a stream that began before the first
+    module ran. So every such stream must wait for the all-gather, and memory is freed only behind all::
 
         all-gather   [AG]                            [free]    waits for both
         computing       [ one ]           [ one' ]             both wait for the all-gather, in forward
@@ -53,16 +52,16 @@ class StreamUsers:
         self._ready: Any = None  # the event behind the all-gather, while the parameters are in memory
 
     def note_current(self, streams: CommStreams) -> None:
-        """The current stream is about to use them: it waits for them if it is new."""
+        """The current stream is about to use them; if it is new, it waits for them."""
         known = len(self._streams)
         streams.note_current(self._streams)
         if self._ready is not None and len(self._streams) > known:
             streams.make_compute_wait_for(self._ready)
 
     def gathered(self, event: Any) -> None:
-        """The current stream has waited for ``event``, behind the all-gather; so do the others now.
+        """The current stream has waited for ``event``, behind the all-gather; make the others wait too.
 
-        In backward, modules run on the streams of their forward, and not each of them is announced.
+        In backward, modules run on the streams of their forward, and not every one is announced.
         """
         self._ready = event
         if len(self._streams) > 1:
@@ -75,15 +74,15 @@ class StreamUsers:
 
     @property
     def streams(self) -> tuple[Any, ...]:
-        """What must be finished before they are freed."""
+        """The streams to wait for before they are freed."""
         return tuple(self._streams.values())
 
 
 class Unsharded:
     """The unsharded parameters of a group: the same objects from the first unshard on.
 
-    ``prepare`` is called before the first unshard, which has to ``make`` them, and before one that finds
-    ``shards`` changed by the caller; ``adopt_freezing`` where ``requires_grad`` of some has changed.
+    ``prepare`` is called before the first unshard, which must ``make`` them, and before one that finds
+    ``shards`` changed by the caller; ``adopt_freezing`` if ``requires_grad`` of some has changed.
     """
 
     streams: CommStreams
@@ -100,9 +99,9 @@ class Unsharded:
         self.awaited = Wait("all-gather", shards.name, list)
         self.keeps_storage = False
         self.work: CommWork | None = None
-        """The all-gather that nobody has waited for."""
+        """The all-gather that has not been waited for."""
         self._users = StreamUsers()
-        self._keeps_parts = False  # of what a few ranks keep together
+        self._keeps_parts = False  # which a few ranks keep together
         self.drop()
 
     def drop(self) -> None:
@@ -110,18 +109,18 @@ class Unsharded:
         self.buckets: list[UnshardedBucket] = []
         self.full_params: tuple[nn.Parameter, ...] = ()
         self.is_made = False
-        """Whether the next unshard finds them."""
-        self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory is freed by a reshard
+        """Whether they exist."""
+        self._freed: tuple[nn.Parameter, ...] = ()  # those whose memory a reshard frees
         self._versions_of_freed: tuple[int, ...] = ()
         self.are_shards = False
-        """Whether they are the shards themselves, as on a rank that is alone."""
+        """Whether they are the shards, as on a rank that is alone."""
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where modules see them
         self._versions: list[int] = [0] * len(self._shards.params)  # of the shards that were all-gathered
         for param in self._shards.params:
             param.unsharded = None
 
     def drop_streams(self) -> None:
-        """Let no wait be for streams and events from before now."""
+        """Forget streams and events, so that nothing waits for earlier ones."""
         self._users = StreamUsers()
 
     def make(self) -> None:
@@ -157,10 +156,10 @@ class Unsharded:
         self._start()
 
     def unshard_again(self) -> None:
-        """As ``unshard``, for the backward of a forward that has used them.
+        """Like ``unshard``, for backward after a forward has used them.
 
         Uses the shards that forward used, even if others were assigned to the modules since. Autograd detects
-        changes in place by their versions. Changes of ``requires_grad`` are followed.
+        in-place changes by their versions. Changes of ``requires_grad`` are adopted.
         """
         if not self.full_params:
             self.unshard()
@@ -170,7 +169,7 @@ class Unsharded:
         self._start()
 
     def unshard_ahead(self) -> None:
-        """As ``unshard_again``, for a prefetch in backward: ``requires_grad`` is followed when it is used."""
+        """Like ``unshard_again``, for a prefetch in backward: ``requires_grad`` is adopted at its use."""
         if not self.full_params:
             self.unshard()
         else:
@@ -217,15 +216,15 @@ class Unsharded:
         self.work.wait()
         if self.streams.are_device_streams:
             self._users.gathered(self.work.end)
-        # Only now: after a failure the next wait for it does nothing, and the state goes on.
+        # Only now: after a failure the next wait for it does nothing, and the state proceeds.
         self.work = None
 
     def wait_if_on_the_way(self) -> None:
-        """As ``wait``, unless they were resharded meanwhile."""
+        """Like ``wait``, unless they were resharded meanwhile."""
         if self.state in (UNSHARDING, UNSHARDED):
             self.wait()
 
-    # --- what modules see -------------------------------------------------------------------------
+    # --- the view of modules ----------------------------------------------------------------------
 
     def show(self) -> None:
         """Let the modules see the full parameters."""
@@ -246,7 +245,7 @@ class Unsharded:
             try:
                 for attributes, name, _ in self._places:
                     del attributes[name]
-            except KeyError:  # someone has deleted one
+            except KeyError:  # the caller has deleted one
                 for attributes, name, _ in self._places:
                     attributes.pop(name, None)
             if self._shards.rnns:
@@ -270,7 +269,7 @@ class Unsharded:
             _refuse_changes(self._shards, changed)
 
     def keep_part(self) -> None:
-        """Free them, except this rank's part of what a few ranks keep together until backward."""
+        """Free them, except for this rank's part, which a few ranks keep together until backward."""
         state = UNSHARD_STATES.get((self.state, "keep_part")) or self._refuse("keep_part")
         changed = self.changed_in_place()
         stream = self.streams.all_gather
@@ -302,15 +301,15 @@ class Unsharded:
         for bucket in self.buckets:
             bucket.drop_post_forward_shard()
 
-    # ``wait``, ``reshard`` and ``keep_part`` look up the next state first and set it last: an event that is
-    # refused does nothing, and after a failure ``reshard_after_failure`` finds the state in which it began.
+    # ``wait``, ``reshard`` and ``keep_part`` look up the next state first and set it last: a refused event
+    # does nothing, and after a failure ``reshard_after_failure`` finds the state from before.
 
     def _free(self, state: UnshardState) -> None:
         self.hide()
         autograd.set_versions(self._freed, self._versions_of_freed)
         if self.streams.are_device_streams:
             self._free_buffers()
-        else:  # the same, without the calls that do nothing on the host
+        else:  # like _free_buffers, without calls that do nothing on the host
             for bucket in self.buckets:
                 if not bucket.buffer.keeps_memory:
                     bucket.buffer.free()
@@ -327,7 +326,7 @@ class Unsharded:
                 bucket.buffer.free()
 
     def keep_storage(self, keep: bool) -> None:
-        """Choose whether they keep their memory while they are resharded."""
+        """Choose whether they keep their memory while resharded."""
         self.keeps_storage = keep
         if not self.full_params:
             return
@@ -338,10 +337,10 @@ class Unsharded:
 
     # --- changes ----------------------------------------------------------------------------------
     #
-    # By PyTorch's version counters: an unsharded parameter carries the version of its shard.
+    # PyTorch's version counters detect changes: an unsharded parameter carries the version of its shard.
 
     def sync_versions(self) -> None:
-        """Take over the versions of the shards, whose contents are the same."""
+        """Adopt the versions of the shards, whose contents are equal."""
         self._versions = [param.version() for param in self._shards.params]
         autograd.set_versions(self.full_params, self._versions)
 
@@ -353,7 +352,7 @@ class Unsharded:
         return [param.fqn for param, version in rows if param.version() != version]
 
     def refuse_changed_shards(self) -> None:
-        """Refuse a backward of weights that were changed since a forward has used them."""
+        """Refuse a backward of weights that were changed after forward used them."""
         if changed := self.shards_changed():
             raise RuntimeError(
                 f"{listed(changed, 4)}: changed in place between the forward that used it and this backward "
@@ -370,14 +369,14 @@ class Unsharded:
         if versions == self._versions:
             return changed
         for param, now, before in zip(self._shards.params, versions, self._versions, strict=True):
-            # Each forward renormalises a frozen embedding again, with the same result as doing it once.
+            # Each forward renormalises a frozen embedding, always with the same result.
             if now != before and (param.sharded.requires_grad or not _is_renormalised(param)):
                 changed.append(param.fqn)
         return changed
 
     @property
     def can_be_compared(self) -> bool:
-        """False if they have to be unsharded again, whether or not the contents of the shards changed."""
+        """False if they must be unsharded again, even if the contents of the shards are unchanged."""
         return self._shards.are_untouched(self.full_params) and all(b.can_be_compared for b in self.buckets)
 
     def differ(self) -> Tensor:
@@ -393,13 +392,13 @@ class Unsharded:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all of them, in their compute dtype."""
+        """The memory of all full parameters, in their compute dtype."""
         return sum(bucket.computed.unsharded_bytes for bucket in self._shards.buckets)
 
     def owns(self, tensor: Tensor) -> bool:
         """True if they are in memory, and ``tensor`` is one of them or shares memory with one.
 
-        Also on a rank that is alone, where nothing is freed: callers get copies there as everywhere else.
+        Also on a rank that is alone, where nothing is freed: there, too, callers get copies.
         """
         if self.state is not UNSHARDED:
             return False
@@ -413,7 +412,7 @@ class Unsharded:
         return any(bucket.buffer.holds(address) for bucket in self.buckets)
 
     def step(self, event: str) -> None:
-        """Go to the next state; ``summon`` and ``end_summon`` are all that the caller does."""
+        """Go to the next state; callers use only ``summon`` and ``end_summon``."""
         self.state = UNSHARD_STATES.get((self.state, event)) or self._refuse(event)
 
     def _refuse(self, event: str) -> NoReturn:
@@ -428,7 +427,7 @@ class Unsharded:
 
 
 def refuse_summoned(name: str, what: str, instead: str = "Leave the context first.") -> NoReturn:
-    """Refuse ``what`` inside ``unsharded()``, where the caller has the parameters of the group ``name``."""
+    """Refuse ``what`` inside ``unsharded()``, which lends the parameters of the group ``name``."""
     raise RuntimeError(
         f"{name}: {what} is not possible inside unsharded(), which has put full parameters in place of the "
         f"shards that its group works with. {instead}"
@@ -446,7 +445,7 @@ def _start_all_gathers(stream: CommStream, buckets: Sequence[UnshardedBucket]) -
         for bucket in buckets:
             finishes.append(bucket.start_all_gather(stream))
     except BaseException:
-        finish()  # all ranks issued these; if they were dropped, they would block later collectives
+        finish()  # all ranks issued these; dropped, they would block later collectives
         raise
     return finish
 

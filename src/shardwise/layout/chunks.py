@@ -1,8 +1,8 @@
-"""Chunks: how ``torch.chunk``, and with it ``Shard``, cuts a dim. The one home of this arithmetic.
+"""Chunks: how ``torch.chunk``, and so ``Shard``, cuts a dim. The only place with this arithmetic.
 
-chunk_size(10, 4)        3      every chunk but the last ones
+chunk_size(10, 4)        3      every chunk except the last ones
 chunk_range(10, 4, r)    [0, 3)  [3, 6)  [6, 9)  [9, 10)
-chunk_range(4, 3, r)     [0, 2)  [2, 4)  [4, 4)                there are fewer chunks than ranks
+chunk_range(4, 3, r)     [0, 2)  [2, 4)  [4, 4)                fewer chunks than ranks
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple of ``multiple`` that is not below ``number``."""
+    """The smallest multiple of ``multiple`` that is at least ``number``."""
     return ceil_div(number, multiple) * multiple
 
 
 chunk_size = ceil_div
-"""Of a dim of some size, cut into some number of chunks: the size of all but the last ones."""
+"""The size of all chunks except the last ones, for a dim of some size cut into some number of chunks."""
 
 
 def chunk_range(size: int, count: int, index: int) -> tuple[int, int]:
@@ -32,13 +32,13 @@ def chunk_range(size: int, count: int, index: int) -> tuple[int, int]:
 
 
 def chunk_of(value: Tensor, dim: int, count: int, index: int) -> Tensor:
-    """Chunk ``index`` of ``count`` along ``dim``, by torch's own operator, which tensor subclasses have."""
+    """Chunk ``index`` of ``count`` along ``dim``, by torch's operator, which tensor subclasses have."""
     chunks = value.chunk(count, dim)
     return chunks[index] if index < len(chunks) else value.narrow(dim, 0, 0)
 
 
 def local_chunk(value: Tensor, spec: Any) -> Tensor:
-    """This rank's part of a full tensor, placed as ``spec`` says: its mesh and placements."""
+    """This rank's part of a full tensor, for the mesh and placements of ``spec``."""
     coordinate = spec.mesh.get_coordinate()
     for mesh_dim, placement in enumerate(spec.placements):
         if placement.is_shard():
@@ -47,7 +47,7 @@ def local_chunk(value: Tensor, spec: Any) -> Tensor:
 
 
 def shard_of(unsharded: Tensor, slot: Any, rank: int) -> Tensor:
-    """The shard of ``rank``, of an unsharded parameter that is laid out in ``slot``."""
+    """The shard of ``rank`` of an unsharded parameter laid out in ``slot``."""
     if slot.is_replicated:
         return unsharded
     start, end = slot.index_range(rank)

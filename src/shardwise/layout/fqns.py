@@ -1,8 +1,7 @@
 """Names of modules and parameters, as the model was written, and lists of names and ranks for messages.
 
-``torch.compile(module)`` and ``checkpoint_wrapper(module)`` return a module around the one they were given,
-which puts a part of its own into all names inside. Here they are left out: a module and the wrappers around
-it have one name.
+``torch.compile(module)`` and ``checkpoint_wrapper(module)`` return a wrapper around the module, which adds a
+part to all names inside. Here these parts are left out: a module and the wrappers around it have one name.
 
     blocks.0                    OptimizedModule             blocks.0
     blocks.0._orig_mod          Block                       blocks.0
@@ -28,23 +27,23 @@ def clean(name: str) -> str:
 
 
 def names_in(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules in ``model``, itself included, and their names; the first of those that have several."""
+    """The modules in ``model``, itself included, and their names; the first of several."""
     return {module: clean(name) for name, module in model.named_modules()}
 
 
 def joined(*parts: str) -> str:
-    """A dotted name of the parts that are not empty."""
+    """A dotted name of the nonempty parts."""
     return ".".join(part for part in parts if part)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, if ``module`` is what it has returned; else ``module``."""
+    """The module inside ``module`` if that is a wrapper of ``torch.compile``; otherwise ``module``."""
     inner = nn_modules.children(module).get(nn_modules.WRAPPED)
     return module if inner is None else uncompiled(inner)
 
 
 def listed(names: Iterable[str], limit: int = 8, separator: str = ", ") -> str:
-    """``names`` for a message: the first few, and how many more."""
+    """``names`` for a message: the first few, and the number of the others."""
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return separator.join(every[:limit]) + more

@@ -1,15 +1,15 @@
 """Meshes: which ranks share a parameter, and which ranks hold copies of it.
 
-Knows nothing of modules. A parameter is sharded over one axis of ranks and replicated over another;
-either may be missing. Where it is already a DTensor, over a tensor-parallel or expert-parallel mesh,
-its shard becomes a DTensor on the joint mesh.
+Knows no modules. A parameter is sharded over one axis of ranks and replicated over another; either may be
+missing. If it is already a DTensor, over a tensor-parallel or expert-parallel mesh, its shard becomes a
+DTensor on the joint mesh.
 
     mesh (replicate=2, shard=4), weight with Shard(0) over tp=2:
         joint mesh       (replicate=2, shard=4, tp=2)
         placements       (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
 
-The tensor-parallel split came first and is the coarser one, but stands last in the mesh: that is what
-the split factor says. In a root mesh (tp, shard) it stands first, and no factor is needed.
+The tensor-parallel split came first and is the coarser one, but its dimension is last in the mesh: the split
+factor expresses that. In a root mesh (tp, shard) it is first, and no factor is needed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ from shardwise.torch_compat import c10d, dtensor
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The ranks of one process group, as seen by one of them. ``pg`` is None for a single rank."""
+    """The ranks of one process group, seen by one of them. ``pg`` is None for a single rank."""
 
     pg: dist.ProcessGroup | None
     world: int
@@ -47,9 +47,9 @@ ALONE = Axis(None, 1, 0)
 def all_reduce_max(values: torch.Tensor, axes: Sequence[Axis]) -> None:
     """The elementwise maximum over all ranks that ``axes`` connect, in place; the same on all of them.
 
-    ``axes`` in an order that the ranks have in common.
+    ``axes`` must be in the same order on all ranks.
     """
-    # From the first to the last and back, so that ranks of overlapping ones agree.
+    # From the first to the last and back, so that ranks of overlapping axes agree.
     for axis in [*axes, *axes[-2::-1]]:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=axis.pg)
 
@@ -63,8 +63,8 @@ def ranks_along(axis: Axis) -> tuple[int, ...]:
 def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
     """The mesh dimensions along which DTensors among ``tensors`` are sharded or replicated, in order.
 
-    The same ranks once, also where meshes that are equal have process groups of their own; a dimension of
-    one rank connects nobody and is left out.
+    Each set of ranks appears once, even if equal meshes have separate process groups; dimensions of one rank
+    are left out.
     """
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
     axes: dict[tuple[int, ...], Axis] = {}
@@ -81,9 +81,9 @@ def axes_of(tensors: Iterable[torch.Tensor]) -> list[Axis]:
 class ShardMesh:
     """Over which ranks parameters are sharded and replicated.
 
-    ``mesh`` is the data-parallel mesh: its dims are those of replicate and shard that were asked for, in this
-    order. ``full_mesh`` is the mesh of all dims where the caller named the data-parallel ones
-    (``dp_mesh_dims``) in it; its parameters may be DTensors on the whole of it.
+    ``mesh`` is the data-parallel mesh: its dims are the requested ones of replicate and shard, in this order.
+    ``full_mesh`` is the mesh of all dims if the caller named the data-parallel ones in it (``dp_mesh_dims``);
+    parameters may be DTensors on the whole of it.
     """
 
     mesh: DeviceMesh
@@ -92,13 +92,13 @@ class ShardMesh:
     device: torch.device
     roles: tuple[str, ...]
     full_mesh: "FullMesh | None" = None
-    parts: tuple[DeviceMesh, ...] = ()  # of which ``mesh`` is put together, if it is
+    parts: tuple[DeviceMesh, ...] = ()  # from which ``mesh`` was composed, if it was
     _joint: dict[int, tuple[DeviceMesh, list[int]]] = field(default_factory=dict)
     _plain: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(default_factory=dict)
 
     @cached_property
     def shard_dim_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that share a parameter, of one dimension."""
+        """The one-dimensional mesh of the ranks that share a parameter."""
         if self.roles == ("shard",):
             return self.mesh
         if "shard" in self.roles and self.parts:
@@ -127,12 +127,12 @@ class ShardMesh:
         """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
 
         Raises:
-            ValueError: ``tensor`` is a DTensor whose mesh does not go together with this one.
+            ValueError: ``tensor`` is a DTensor whose mesh does not fit this one.
         """
         shard: Placement = Shard(dim) if tensor.dim() else Replicate()
         placed: list[Placement] = [shard if role == "shard" else Replicate() for role in self.roles]
         if not isinstance(tensor, DTensor):
-            # One object for all alike: who goes through many parameters tells them apart by identity.
+            # One object for all equal ones, so that loops over parameters can compare by identity.
             return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
         self._check_placements(tensor, where)
         if self.full_mesh is not None and tensor.device_mesh == self.full_mesh.mesh:
@@ -149,10 +149,10 @@ class ShardMesh:
         )
 
     def _join(self, inner: DeviceMesh) -> tuple[DeviceMesh, list[int]]:
-        """The mesh of our dims and those of ``inner``, and which of these each of its dims is.
+        """The mesh of our dims and those of ``inner``, and the index among these of each of its dims.
 
-        In the order of the root where that is a slice of it: torch's clipping and DTensor's warnings look
-        for such slices.
+        In the order of the root if that makes it a slice of the root: torch's clipping and DTensor's warnings
+        look for such slices.
         """
         names = [*(self.mesh.mesh_dim_names or ()), *(inner.mesh_dim_names or ())]
         known = self._root.mesh_dim_names or ()
@@ -175,7 +175,7 @@ class ShardMesh:
                 )
 
     def _slice_like(self, inner: DeviceMesh, where: str) -> DeviceMesh:
-        """``inner`` as a slice of our own root, from which a joint mesh can be made."""
+        """``inner`` as a slice of our root, from which a joint mesh can be made."""
         ours, theirs = self.mesh.mesh_dim_names or (), inner.mesh_dim_names or ()
         if common := [name for name in theirs if name in ours]:
             raise ValueError(
@@ -187,7 +187,7 @@ class ShardMesh:
         root = self._root
         if ours and theirs and root == dtensor.root_mesh(inner):
             return inner
-        # DTensor's caches may hand out a mesh that is equal to ours but was sliced from another root.
+        # DTensor's caches may return a mesh that is equal to ours but was sliced from another root.
         if theirs and set(theirs) <= set(root.mesh_dim_names or ()) and root[theirs] == inner:
             return root[theirs]
         raise ValueError(
@@ -199,10 +199,10 @@ class ShardMesh:
 
 @dataclass(frozen=True, eq=False)
 class FullMesh:
-    """A mesh of all dims, of which some were named as data-parallel.
+    """A mesh of all dims, some of which were named as data-parallel.
 
-    ``mesh_of_shards`` is the same but for tuples of dims that were flattened into one; ``sources`` says
-    of each of its dims: the role, or the index of the dim of ``mesh``.
+    ``mesh_of_shards`` is the same except for tuples of dims that were flattened into one; ``sources`` has
+    for each of its dims the role, or the index of the dim of ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -211,7 +211,7 @@ class FullMesh:
 
     @property
     def data_parallel_dims(self) -> list[int]:
-        """Indices of the dims of ``mesh`` that were named."""
+        """Indices of the named dims of ``mesh``."""
         return [index for index in range(self.mesh.ndim) if index not in self.sources]
 
     def placements(self, tensor: DTensor, shard: Placement, where: str) -> tuple[Placement, ...]:
@@ -237,7 +237,7 @@ class FullMesh:
 def _strided(
     placed: list[Placement], sizes: Sequence[int], at: int | None, where: str
 ) -> tuple[Placement, ...]:
-    """Say at index ``at`` by how much the dims after it had split the same tensor dim before."""
+    """Set the split factor at index ``at``: into how many parts later dims had split the same tensor dim."""
     if at is None:
         return tuple(placed)
     shard = placed[at]
@@ -254,16 +254,16 @@ def _strided(
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
-    """Check ``mesh``, or make the default one over all ranks, and read this rank's place in it.
+    """Check ``mesh``, or make the default one over all ranks, and find this rank's place in it.
 
     ``dims`` has ``shard`` and ``replicate``: names of dimensions, tuples of them, or None. Without it a
     mesh of one dimension shards; one of two replicates over the first and shards over the second.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` names no dimensions.
+        TypeError: ``mesh`` is not a DeviceMesh, or ``dims`` names no dimensions.
         RuntimeError: there is no process group, or no device of the mesh's type.
-        ValueError: this rank is not in the mesh, its back end does not serve its device, or the
-            dimensions do not fit.
+        ValueError: this rank is not in the mesh, its back end does not support its device, or the dimensions
+            do not fit.
     """
     if mesh is None:
         if dims is not None:
@@ -375,7 +375,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 
 
 def default_device_type(caller: str) -> str:
-    """The type of device that the default process group serves: the accelerator if it does, or "cpu".
+    """The device type that the default process group supports: the accelerator if possible, or "cpu".
 
     Raises:
         RuntimeError: there is no process group.
@@ -415,7 +415,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def device_of_group(pg: dist.ProcessGroup) -> torch.device:
-    """Where tensors may lie that ``pg`` communicates: in host memory if it serves that."""
+    """The device for tensors that ``pg`` communicates: the host if it supports that."""
     served = c10d.group_devices(pg)
     if not served or "cpu" in served:
         return torch.device("cpu")

@@ -1,7 +1,7 @@
 """Tensors in nested containers, such as the output of a forward.
 
-Tuples, lists, dicts and their subclasses, dataclasses, whatever is registered with torch's pytree,
-and plain objects, through their attributes. Knows nothing of sharding.
+Tuples, lists, dicts and their subclasses, dataclasses, classes registered with torch's pytree, and plain
+objects, through their attributes. Knows nothing about sharding.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.torch_compat import pytree
 
-# What is not searched: values, and what all of a program hangs on.
+# Not searched: values, and objects from which a whole program is reachable.
 _LEAVES = (
     *(str, bytes, int, float, complex, bool, type(None), type, nn.Module),
     *(types.ModuleType, types.FunctionType, types.MethodType),
@@ -31,7 +31,7 @@ class NotAContainer(TypeError):
 def find_tensors(output: Any) -> list[Tensor]:
     """All tensors in ``output``, each once, in order."""
     found: dict[int, Tensor] = {}
-    seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that the id stays its own
+    seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that its id is not reused
 
     def visit(value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
@@ -48,7 +48,7 @@ def find_tensors(output: Any) -> list[Tensor]:
 
 
 def find_tensors_in_trace(value: Any) -> list[Tensor]:
-    """The same while dynamo traces: objects have no identity there, and no attributes to walk through."""
+    """Like ``find_tensors`` while dynamo traces: objects have no identity there, nor attributes to walk."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -63,7 +63,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> Iterator[str]:
-    """Names of the attributes that ``value`` itself holds, in its dictionary and its slots."""
+    """Names of the attributes in the dictionary and slots of ``value``."""
     yield from getattr(value, "__dict__", ())
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -75,10 +75,10 @@ def _attributes(value: Any) -> Iterator[str]:
 
 
 def replace_tensors(output: Any, new: Mapping[int, Tensor]) -> Any:
-    """``output`` with tensors replaced, ``new`` going by the id of the old.
+    """``output`` with tensors replaced by ``new``, which has ids of the old ones as keys.
 
     Raises:
-        NotAContainer: a tensor to be replaced is in an object that ``map_tensors`` leaves alone.
+        NotAContainer: a tensor to replace is in an object that ``map_tensors`` leaves alone.
     """
     replaced = map_tensors(output, lambda tensor: new.get(id(tensor), tensor))
     if any(id(tensor) in new for tensor in find_tensors(replaced)):
@@ -87,9 +87,9 @@ def replace_tensors(output: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``function`` applied to its tensors; itself where nothing has changed.
+    """``value`` with ``function`` applied to its tensors; the same object if nothing has changed.
 
-    Looks into tuples, lists, dicts, their common subclasses and dataclasses; all else is left alone.
+    Searches tuples, lists, dicts, their common subclasses and dataclasses; leaves everything else alone.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -129,7 +129,7 @@ def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def _has_other(value: Any, function: Callable[[Tensor], Tensor]) -> bool:
     """Whether ``function``, a cast or a move, would change a tensor in ``value``, which dynamo traces.
 
-    Tensors have no identity there. A container that is put together anew would lose what is appended to it.
+    Tensors have no identity there. A rebuilt container would lose later additions to the original.
     """
     pairs = [(tensor, function(tensor)) for tensor in find_tensors_in_trace(value)]
     return any(new.dtype != old.dtype or new.device != old.device for old, new in pairs)

@@ -13,7 +13,7 @@ from shardwise.policies import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of one parameter's life. ``precision_of`` makes them, and equal ones are one object.
+    """The dtypes of one parameter. ``precision_of`` makes them; equal ones are one object.
 
     ``stored``: the sharded parameter. ``computed``: the unsharded parameter. ``accumulated``: its unsharded
     gradient. ``reduced``: the sum over ranks. ``kept``: ``.grad`` of the sharded parameter.
@@ -47,10 +47,10 @@ def precision_of(dtype: torch.dtype, policy: Any) -> Precision:
 
 
 class PrecisionRule:
-    """Which part of a policy holds for which parameter: what stays in its own dtype, throughout
-    (``full_precision``) or while it is computed with (``param_dtype_override_fn``).
+    """Which part of a policy applies to which parameter: some keep their own dtype, throughout
+    (``full_precision``) or in computation (``param_dtype_override_fn``).
 
-    ``modules``: those given to the call. ``managed_modules``: those inside whose parameters it takes.
+    ``modules``: the modules of the call. ``managed_modules``: those inside whose parameters it takes.
     """
 
     def __init__(self, policy: Any, modules: list[nn.Module], managed_modules: list[nn.Module]) -> None:
@@ -58,7 +58,7 @@ class PrecisionRule:
         self._override: Any = getattr(policy, "param_dtype_override_fn", None)
         self._predicate: Callable[..., bool] | None = None
         self.full_precision_modules: list[nn.Module] = []
-        """The managed modules of the classes given, whose inputs have to fit their parameters."""
+        """The managed modules of the given classes, whose inputs must fit their parameters."""
         self._inside: set[nn.Module] = set()
         rule: Any = getattr(policy, "full_precision", None)
         if rule is None:
@@ -68,7 +68,7 @@ class PrecisionRule:
             return
         classes = (rule,) if isinstance(rule, type) else tuple(rule)
         managed = set(managed_modules)
-        # Of groups inside too: a parameter of theirs that is tied may move to the group of this call.
+        # Inner groups included: their tied parameters may move to the group of this call.
         for module in (each for root in modules for each in root.modules()):
             if isinstance(module, classes) and module not in self._inside:
                 self._inside.update(module.modules())
@@ -76,11 +76,11 @@ class PrecisionRule:
                     self.full_precision_modules.append(module)
 
     def policy_for(self, places: Sequence[tuple[str, nn.Module]], param: nn.Parameter) -> Any:
-        """What holds for ``param``, registered at ``places``: names and the modules around them.
+        """The policy for ``param``, registered at ``places``: names and the modules around them.
 
         Raises:
-            TypeError: the policy's function returned what is no dtype.
-            ValueError: it returned another dtype than those of the parameter and of the policy.
+            TypeError: the policy's function did not return a dtype.
+            ValueError: it returned a dtype that is neither the parameter's nor the policy's.
         """
         computes_as_stored = self._override is not None and self._asks_for_own(places[0][0], param)
         if any(self._is_full(name, module, param) for name, module in places):
@@ -109,7 +109,7 @@ class PrecisionRule:
 
 
 def _computing_as_stored(policy: Any) -> MixedPrecisionPolicy:
-    """``policy`` without a dtype to compute in: gradients are reduced and kept as it says."""
+    """``policy`` without a compute dtype: gradients are still reduced and kept as it specifies."""
     return MixedPrecisionPolicy(
         reduce_dtype=policy.reduce_dtype,
         accumulate_dtype=getattr(policy, "accumulate_dtype", None),
@@ -121,7 +121,7 @@ def _computing_as_stored(policy: Any) -> MixedPrecisionPolicy:
 
 
 class Casts:
-    """The casts of one module's forward: of its inputs, and of its outputs."""
+    """The casts of inputs and outputs of one module's forward."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -132,7 +132,7 @@ class Casts:
         self.casts_output = self._output is not None
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The inputs, cast for forward; None if they stay as they are."""
+        """The inputs, cast for forward; None if they are unchanged."""
         if self._input is None:
             return None
         return map_tensors(args, self._cast_input), map_tensors(kwargs, self._cast_input)
@@ -148,7 +148,7 @@ class Casts:
 
 
 def cast_around(module: nn.Module) -> None:
-    """Hook ``module``, kept in full precision: its inputs are cast to its own dtype, its outputs back."""
+    """Hook ``module``, kept in full precision: cast its inputs to its own dtype, and its outputs back."""
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if own is None:
         return

@@ -1,7 +1,7 @@
 """Regions: which part of a full tensor each rank of a mesh holds.
 
-Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one
-dimension of the mesh after the other, each time as ``torch.chunk`` cuts, so that a part is always a region:
+Arithmetic on shapes only: no tensors, no process groups. A tensor is cut along one of its dims for one mesh
+dimension after another, each time like ``torch.chunk``, so a part is always a region:
 
     shape (7, 4), mesh (2, 2), dim 0 cut for mesh dim 1, then for mesh dim 0
 
@@ -33,11 +33,11 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """To index the full tensor with."""
+        """The index of the region in the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def intersection(self, other: "Region") -> "Region":
-        """The elements that both have, at offsets in the full tensor; its numel is 0 where there are none."""
+        """The elements in both, at offsets in the full tensor; with numel 0 if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         mine, theirs = self._ends, other._ends
         sizes = tuple(max(0, min(a, b) - start) for a, b, start in zip(mine, theirs, starts, strict=True))
@@ -59,7 +59,7 @@ class Region:
         return Region((self.offsets[0] + start, *self.offsets[1:]), (end - start, *self.sizes[1:]))
 
     def overlap(self, start: int, end: int) -> tuple[slice, slice]:
-        """Where rows [start, end) of the full tensor meet the region: within those rows, and within it."""
+        """The overlap of rows [start, end) of the full tensor with the region: in those rows, and in it."""
         own = self.offsets[0]
         first = max(start, own)
         last = max(first, min(end, own + self.sizes[0]))
@@ -88,7 +88,7 @@ class Split:
         return tuple(sorted(cut.mesh_dim for cut in self.cuts))
 
     def region(self, coordinate: Sequence[int]) -> Region:
-        """The region of the rank at ``coordinate``; empty where there are more ranks than rows."""
+        """The region of the rank at ``coordinate``; may be empty if there are more ranks than rows."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.cuts:
             start, end = chunk_range(sizes[cut.dim], self.sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
@@ -108,7 +108,7 @@ class Split:
 
     @cached_property
     def num_parts(self) -> int:
-        """How many different parts there are."""
+        """The number of different parts."""
         return prod(self.sizes[dim] for dim in self.mesh_dims)
 
     @cached_property
@@ -118,11 +118,11 @@ class Split:
 
     @cached_property
     def is_concatenation(self) -> bool:
-        """True if the full tensor is the concatenation of its parts, those of the last cut side by side."""
+        """True if the full tensor is the concatenation of its parts, with those of the last cut adjacent."""
         return self.is_even and all(prod(self.shape[: cut.dim]) == 1 for cut in self.cuts)
 
     def coordinates(self) -> list[tuple[int, ...]]:
-        """One rank for each part: first along the mesh dims that hold copies, all others in order."""
+        """A rank for each part, in order: the first along mesh dims that hold copies."""
         along = [range(n) if dim in self.mesh_dims else range(1) for dim, n in enumerate(self.sizes)]
         return list(product(*along))
 
@@ -131,8 +131,8 @@ def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) 
     """The cuts of placements, in the order in which they were made.
 
     ``shards``: (mesh dim, tensor dim, split factor) of each sharding placement, by mesh dim. Cuts were made
-    from the first mesh dim to the last, but one with a split factor above 1 after those of later mesh dims,
-    on the same tensor dim, into so many parts.
+    from the first mesh dim to the last. But a cut with a split factor above 1 came after those cuts of later
+    mesh dims, on the same tensor dim, that make this number of parts.
     """
     made: list[Cut] = []
     for mesh_dim, dim, factor in reversed(shards):
@@ -149,7 +149,7 @@ def cuts_in_order(shards: Sequence[tuple[int, int, int]], sizes: Sequence[int]) 
 
 
 def why_not_covered(size: Sequence[int], chunks: Sequence[Region]) -> str | None:
-    """What is wrong with `chunks` as the parts of a tensor of `size`; None: they are all of it.
+    """Why `chunks` do not make up a tensor of `size`; None if they do.
 
     size (7, 4)     chunks at rows 0, 3 and 5     of 3, 2 and 2 rows     covered
                                    0, 3 and 4        3, 2 and 2          rows 4 twice, row 6 never
@@ -171,7 +171,7 @@ def why_not_covered(size: Sequence[int], chunks: Sequence[Region]) -> str | None
 
 
 def _overlap(chunks: Sequence[Region]) -> tuple[Region, Region] | None:
-    """Two chunks that have elements in common. For grids in about n log n steps."""
+    """Two chunks with common elements. Takes about n log n steps for grids."""
     if len(chunks) < 2:
         return None
     for dim in range(len(chunks[0].sizes)):
@@ -184,7 +184,7 @@ def _overlap(chunks: Sequence[Region]) -> tuple[Region, Region] | None:
 
 
 def _slabs(chunks: Sequence[Region], dim: int) -> list[list[Region]]:
-    """`chunks` in groups whose extents along `dim` do not meet."""
+    """`chunks` in groups whose extents along `dim` do not overlap."""
     slabs: list[list[Region]] = []
     end = -1
     for chunk in sorted(chunks, key=lambda each: each.offsets[dim]):

@@ -9,21 +9,21 @@ World 4, weight (10, 3) and bias (10,), chunk = ceil(10 / 4) = 3 rows::
                       ^ slot of w: its first 10 rows are the weight, in place
 
 ``Shard(0)`` gives rank r the rows [r * chunk, min((r + 1) * chunk, rows)), and in a slot of
-world * chunk rows, chunk r begins at row r * chunk: padding falls only at the end of a slot.
+world * chunk rows, chunk r begins at row r * chunk: only the end of a slot is padded.
 
 On another dim, a shard is not contiguous in the unsharded parameter. Such a parameter is "strided": its
-shards, each contiguous, travel packed, and a copy puts them in place.
+shards, each contiguous, are sent packed, and a copy puts them in place.
 
-A scalar has no dim to shard. Every rank keeps it; it is laid out as a column of ``world`` equal rows, one a
-rank, so that the same all-gather and the same reduce-scatter serve it.
+A scalar has no dim to shard. Every rank keeps it; it is laid out as a column of ``world`` equal rows, one per
+rank, so that the same all-gather and reduce-scatter work for it.
 
-The flat shard holds first the parameters that have a collective of their own ("direct"), then those that
-share one ("packed"), then the strided ones, which share it as well. Within each of the three, parameters of
-one kind lie together, and packed ones of one shape.
+The flat shard holds first the parameters that have their own collective ("direct"), then those that share
+one ("packed"), then the strided ones, which share it as well. Within each of the three, parameters of one
+kind are adjacent, and so are packed ones of one shape.
 
 A bucket has several layouts: of stored parameters, of computed ones, of gradients. They differ only in the
-sizes of elements: chunks are padded to whole granules of elements, so that a cast of the buffer from one
-layout to another is one operation a kind.
+sizes of elements: chunks are padded to whole granules of elements, so that casting the buffer from one layout
+to another takes one operation per kind.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,10 +35,10 @@ from typing import Any
 from shardwise.layout.chunks import chunk_range, chunk_size, round_up
 
 ALIGNMENT = 16
-"""Shards and slots start on multiples of this: off it, copies and collectives are slow."""
+"""Shards and slots start on multiples of this; unaligned copies and collectives are slow."""
 
 LARGEST_PACKED_BYTES = 16 << 20
-"""An unsharded parameter above this size would cost much memory if it were packed."""
+"""Packing an unsharded parameter above this size would take much memory."""
 
 _SMALLEST_OF_LIMIT = 4
 """Chunks of such parameters may be smaller than the limit by up to this factor."""
@@ -48,9 +48,9 @@ _SMALLEST_OF_LIMIT = 4
 class Slot:
     """One parameter's slot in the flat shard and in the unsharded buffer.
 
-    ``kind`` is equal for parameters that may lie together; ``dtype`` is here only a key. Chunks are padded
-    to multiples of ``granule`` elements. ``dim`` is the sharded one.
-    ``plan_layout`` decides what comes after ``world``.
+    ``kind`` is equal for parameters that may be adjacent; ``dtype`` is only a key here. Chunks are padded to
+    multiples of ``granule`` elements. ``dim`` is the sharded one. ``plan_layout`` sets the fields after
+    ``world``.
     """
 
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class BufferSegment:
-    """The bytes [start, end) of the flat shard, in which all parameters are of one kind."""
+    """The bytes [start, end) of the flat shard, with parameters of one kind."""
 
     dtype: Any
     start: int
@@ -160,7 +160,7 @@ class Layout:
 
     @cached_property
     def content_bytes(self) -> int:
-        """Bytes of the parameters themselves. At large worlds, padding may be several times as much."""
+        """Bytes of the parameters without padding, which may be several times as much in large worlds."""
         return sum(prod(slot.shape) * slot.itemsize for slot in self.slots)
 
     @cached_property
@@ -175,7 +175,7 @@ class Layout:
 
     @cached_property
     def packed_segments(self) -> list[BufferSegment]:
-        """The packed part, cut the same way: a reduction adds numbers of one dtype."""
+        """The packed part, cut the same way, since a reduction adds numbers of one dtype."""
         return self._segments(self.packed + self.strided)
 
     def _segments(self, indices: tuple[int, ...]) -> list[BufferSegment]:
@@ -198,9 +198,9 @@ def plan_layout(
 ) -> Layout:
     """Lay out ``slots`` for ``world`` ranks.
 
-    ``is_direct`` says which have a collective of their own, if they are not strided. In a world of one
-    there is nothing to pack, and the unsharded buffer equals the flat shard byte for byte.
-    ``slots_serve``: another number of ranks for which the slots are large enough as well.
+    ``is_direct``: which have their own collective, unless they are strided. In a world of one there is
+    nothing to pack, and the unsharded buffer equals the flat shard byte for byte.
+    ``slots_serve``: another number of ranks for which the slots are also large enough.
     """
     slots = [replace(slot, world=world) for slot in slots]
     kinds = {slot.kind: order for order, slot in reversed(list(enumerate(slots)))}
@@ -211,7 +211,7 @@ def plan_layout(
         if not slots[i].is_strided and (world == 1 or (is_direct[i] and slots[i].chunk_numel > 0))
     )  # fmt: skip
     has_place = {*direct, *strided}
-    # Equal ones side by side: one copy unpacks all of them. Ordered by shape, not by chunk, whose order
+    # Equal ones are adjacent, so that one copy unpacks them all. Sorted by shape, since the order of chunks
     # depends on the world size.
     packed = tuple(
         sorted(
@@ -249,19 +249,17 @@ def choose_direct(
 ) -> list[bool]:
     """For each parameter, whether it is direct, by the bytes of its chunk.
 
-    A direct parameter is spared the copies through a packed buffer, and the memory of that buffer. It costs
-    one more collective, whose latency grows with the number of ranks, while what each rank sends of a
-    parameter shrinks. So what counts is the chunk, the part of one rank. By the limit of a back end of
-    256 KiB::
+    A direct parameter avoids the copies through a packed buffer, and the memory of that buffer. It costs one
+    more collective, whose latency grows with the number of ranks, while each rank sends a smaller part of the
+    parameter. So the size of the chunk, the part of one rank, decides. With a limit of 256 KiB::
 
         unsharded        chunk at 8 ranks    at 64       at 512
         2 MiB            256 KiB  direct     packed      packed
         24 MiB           direct              direct      48 KiB   packed: below a quarter of the limit
-        64 MiB           direct              direct      128 KiB  direct, for it is large
+        64 MiB           direct              direct      128 KiB  direct, since it is large
 
-    ``limit_bytes``: chunks from this size on are worth a collective of their own. ``max_direct``: at most
-    so many are direct, the largest first; a bucket of many experts would issue hundreds of collectives at
-    once.
+    ``limit_bytes``: chunks from this size on are worth their own collective. ``max_direct``: at most this
+    many are direct, the largest first; a bucket of many experts would issue hundreds of collectives at once.
     """
     smallest = limit_bytes / _SMALLEST_OF_LIMIT
     direct = [

@@ -1,11 +1,11 @@
-"""Tables for people to read: rows of cells as lines of aligned columns."""
+"""Text tables: rows of cells as lines of aligned columns."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """One line for each of ``rows``, which have equally many cells; those of the columns ``right`` end below
-    each other."""
+    """A line for each of ``rows``, which have the same number of cells; the columns ``right`` are
+    right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -24,7 +24,7 @@ def ruled(rows: Sequence[Sequence[str]], right: Collection[int], *, has_total: b
 
 
 def unit_for(num_bytes: int) -> tuple[str, int]:
-    """The unit to show amounts up to ``num_bytes`` in, and its bytes."""
+    """The unit for amounts up to ``num_bytes``, and its bytes."""
     for name, size in (("GB", 10**9), ("MB", 10**6)):
         if num_bytes >= size:
             return name, size

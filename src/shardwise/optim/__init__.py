@@ -2,14 +2,14 @@
 
 FlatOptimizer              any elementwise optimizer, stepping neighbouring shards as one tensor
 WholeParameters            any optimizer, stepping each parameter whole on the rank that owns it
-Muon                       matrices orthogonalised as a whole, on one rank each; AdamW for the rest
-on_whole_matrices          a function of whole matrices, on tensors that are sharded; for methods like Muon
-WholeMatrices              the plan of that, for many calls
-is_hidden_matrix           which parameters Muon takes for matrices
-newton_schulz              the iteration by which it orthogonalises them
+Muon                       orthogonalises each matrix whole, on one rank; steps the rest with AdamW
+on_whole_matrices          a function of whole matrices, on sharded tensors; for methods like Muon
+WholeMatrices              its plan, for many calls
+is_hidden_matrix           which parameters Muon treats as matrices
+newton_schulz              the iteration with which it orthogonalises them
 offload_optimizer_state    keep an optimizer's state in host memory between its steps
 clip_grad_norm_            clip gradients by their norm over all ranks and meshes
-grad_norms_by_module       where that norm comes from
+grad_norms_by_module       the norm of each module's gradients
 GradScaler                 loss scaling that all ranks agree on
 """
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, and the norms by module. How they are measured: norms.py."""
+"""Clipping by the norm of all gradients, and the norms by module. norms.py measures them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,20 +34,20 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their common norm is at most ``max_norm``; return what it was.
+    """Scale all gradients so that their common norm is at most ``max_norm``; return the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does for plain gradients, for any mixture: DTensors on any meshes,
-    sharded, replicated and tensor-parallel, plain tensors, gradients in host memory, of several dtypes,
-    sparse ones, empty shards. Gradients are scaled in place; the host waits for a device only where gradients
-    are in host memory.
+    Does what ``torch.nn.utils.clip_grad_norm_`` does for plain gradients, for any mixture: DTensors on any
+    meshes, sharded, replicated and tensor-parallel, plain tensors, gradients in host memory, of several
+    dtypes, sparse ones, empty shards. Gradients are scaled in place; the host waits for a device only where
+    gradients are in host memory.
 
     Args:
         model_or_parameters: a module, a parameter, or an iterable of parameters. One that appears twice
             counts once; one without ``.grad`` counts as zeros.
-        max_norm: the largest norm to leave, at least 0; ``inf`` only measures. A number, or a tensor with one
-            (which is read: on a device, that waits for it).
+        max_norm: the largest norm to leave, at least 0; ``inf`` only measures. A number, or a tensor of one
+            element (the host reads it, and waits for it on a device).
         norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
-        error_if_nonfinite: raise, on every rank, where the norm is infinite or NaN. Waits for the norm.
+        error_if_nonfinite: raise, on every rank, if the norm is infinite or NaN. Waits for the norm.
         foreach: False computes tensor by tensor. None and True use torch's functions of lists of tensors;
             the results are the same.
 
@@ -56,25 +56,26 @@ def clip_grad_norm_(
         float64 if a gradient is. The same bits on every rank of the largest mesh.
 
     Collective: all ranks of a mesh call it, with the same parameters. It costs one all-reduce for each mesh
-    dimension over which a parameter is sharded, and none where nothing is. Each is of 32 bytes a rank: 8 for
-    each kind of placement, of which there are seldom more than three, and 8 to compare the parameters. Which
-    ones depends on the parameters alone: a rank may lack any gradient. Gradients with other placements than
-    their parameter (``Partial``) are redistributed first, one by one, to be measured.
+    dimension over which a parameter is sharded. Each sends 32 bytes a rank: 8 for each kind of placement
+    (seldom more than three), and 8 to compare the parameters. The parameters alone determine the
+    all-reduces: a rank may lack any gradient. Gradients whose placements differ from their parameter's
+    (``Partial``) are first redistributed, one by one.
 
-    Parameters may differ between ranks where no mesh says how they belong together: plain ones beside
-    DTensors, whose gradients are the rank's own (``ignored_params``), and DTensors on a slice of a mesh on
-    whose other dimensions other parameters lie. Then the largest of the ranks' norms counts, for one more
-    all-reduce over each such dimension that had none. Experts, of which each is to count, should be DTensors
-    over the ranks that share them.
+    Parameters may differ between ranks where no mesh relates them: plain ones beside DTensors, whose
+    gradients belong to the rank (``ignored_params``), and DTensors on a slice of a mesh whose other
+    dimensions hold other parameters. Then the largest of the ranks' norms counts, at the cost of one more
+    all-reduce over each such dimension that had none. For every expert to count, make experts DTensors over
+    the ranks that share them.
 
     Raises:
-        TypeError: no module, tensor or iterable of tensors; ``max_norm`` or ``foreach`` of another type.
+        TypeError: the first argument is not a module, a tensor or an iterable of tensors, or ``max_norm`` or
+            ``foreach`` has the wrong type.
         ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not above 0, or the ranks of a mesh have
-            passed different parameters. On a device, where reading the answer would wait, a rank that passes
-            the same as in an earlier step learns of that in its next wait.
+            passed different parameters. On a device, a rank that passes the same as in an earlier step does
+            not wait to read the answer: it raises in its next wait.
         RuntimeError: gradients of backwards without synchronisation wait to be reduced, a gradient is not on
             the mesh of its parameter, or the norm is not finite and ``error_if_nonfinite`` is set. Gradients
-            are then as they were.
+            are left unchanged.
 
     Example::
 
@@ -82,7 +83,7 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model, max_norm=1.0)
         optimizer.step()
     """
-    if isinstance(model_or_parameters, Iterator):  # read once more where a wait lasts long
+    if isinstance(model_or_parameters, Iterator):  # the report of a long wait reads it again
         model_or_parameters = list(model_or_parameters)
     return _clip(model_or_parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -90,9 +91,9 @@ def clip_grad_norm_(
 @monitored
 @torch.no_grad()
 def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
-    """The norm of the gradients of all parameters inside each module of ``model``, by its name.
+    """The norm of the gradients of all parameters inside each module of ``model``, by module name.
 
-    To see where gradients explode or vanish. Modules inside a module count towards it, so that ``""``, the
+    Shows where gradients explode or vanish. The norm of a module includes its submodules, so ``""``, the
     whole model, has the norm by which :func:`clip_grad_norm_` would clip. A tied parameter counts once in
     every module that contains it.
 
@@ -101,15 +102,15 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
         norm_type: as in :func:`clip_grad_norm_`.
 
     Returns:
-        Names as in ``model.named_modules()``, without what ``torch.compile`` puts into them, and norms, equal
-        on every rank. Modules with nothing trainable inside are left out; those whose parameters have no
+        Names as in ``model.named_modules()``, without the prefixes of ``torch.compile``, and norms, equal
+        on every rank. Modules without trainable parameters are left out; those whose parameters have no
         gradient have norm 0.
 
-    Collective, as :func:`clip_grad_norm_`: as many all-reduces for all modules together, of 8 bytes a
-    module, rank and kind of placement. Waits for the device.
+    Collective, like :func:`clip_grad_norm_`, with the same number of all-reduces for all modules together,
+    each of 8 bytes a module, rank and kind of placement. Waits for the device.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: ``norm_type`` is not above 0.
         RuntimeError: gradients of backwards without synchronisation wait to be reduced.
 
@@ -135,7 +136,7 @@ def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> d
     }
     if not inside:
         return {}
-    # On the host, where so many small sums cost less than on a device.
+    # Many small sums cost less on the host than on a device.
     on_host = stacked([norm for own in pieces for norm in own], plan.device).cpu()
     norms = torch.stack([norm_of(own, power) for own in on_host.split([len(own) for own in pieces])])
     columns = []
@@ -167,7 +168,7 @@ def _clip(
         total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
             each = list(given.parameters()) if is_module else given
-            gradients = gradients_of(each, passed, name_of)  # one by one, to be told apart
+            gradients = gradients_of(each, passed, name_of)  # one by one, to name the culprits
             of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
             raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
         if limit < math.inf:
@@ -176,11 +177,11 @@ def _clip(
         return total
 
 
-# --- what comes of it -----------------------------------------------------------------------------
+# --- scaling and errors ---------------------------------------------------------------------------
 
 
 def _dtype_of_result(gradients: HeldGradients) -> torch.dtype:
-    """The same on ranks that lack a gradient: then that counts which it would have."""
+    """The same on all ranks: a missing gradient counts with the dtype that it would have."""
     dtypes = {
         getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
         for param, measured in zip(gradients.params, gradients.measured, strict=True)
@@ -189,7 +190,7 @@ def _dtype_of_result(gradients: HeldGradients) -> torch.dtype:
 
 
 def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
-    """Multiply by ``limit / total`` where that is below 1, without waiting for a device to say so."""
+    """Multiply by ``limit / total`` if that is below 1, without waiting for a device."""
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1:
         return
@@ -261,7 +262,7 @@ def _check_norm_type(caller: str, norm_type: Any) -> float:
 
 
 def _check_parameters(caller: str, given: Any) -> Any:
-    """``given``, if it is a module; else the parameters in it, each once."""
+    """``given`` if it is a module, otherwise its distinct parameters."""
     if isinstance(given, nn.Module):
         return given
     if isinstance(given, Tensor):
@@ -281,7 +282,7 @@ def _check_parameters(caller: str, given: Any) -> Any:
 
 
 def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
-    """What to call ``param`` in a message."""
+    """The name of ``param`` in a message."""
     if isinstance(given, nn.Module):
         return next(clean(name) for name, each in given.named_parameters() if each is param)
     known = name_of_replaced(param) if isinstance(param, nn.Parameter) else None

@@ -1,12 +1,12 @@
-"""An optimizer step on plain tensors: neighbouring shards of a param group as one.
+"""An optimizer step on plain tensors: neighbouring shards of a param group are stepped as one.
 
-torch's optimizers cost microseconds a tensor, and ten times as much on DTensors. What they compute goes
-element by element, so that it may be done on the flat shards themselves. The user's side stays as it was:
-param groups with the sharded parameters, and state by parameter in DTensors. Three things follow from that:
+torch's optimizers cost microseconds a tensor, and ten times as much on DTensors. They compute element by
+element, so they can step the flat shards directly. The user still sees param groups with the sharded
+parameters, and state by parameter in DTensors. Therefore
 
-- `param_groups` are the user's. During the step of the optimizer's class "params" in them are flat tensors;
-- the state is either flat, kept by the runs, or shown by parameter, as views of the flat one;
-- each step checks in a few passes whether everything is where it was; if not, it makes new runs.
+- `param_groups` are the user's. While the optimizer's class steps, their "params" are flat tensors;
+- the state is either flat, kept by the runs, or shown by parameter, as views of the flat state;
+- each step checks in a few passes whether anything has moved; if so, it makes new runs.
 """
 
 import types
@@ -65,33 +65,33 @@ NOT_ELEMENTWISE = {
 class FlatOptimizer(Optimizer):
     """An elementwise optimizer that steps the flat shards of a sharded model.
 
-    The same numbers as without it, for a fraction of the host time: neighbouring shards of a param group are
-    stepped as one tensor. To the rest of the program it is the optimizer that it was: an instance of its
-    class too, with the same ``param_groups``, hooks, and ``state`` by parameter in DTensors, so that
-    learning rate schedulers, gradient scalers and checkpoints, also those of the optimizer without it, work.
+    Computes the same numbers as the plain optimizer, for a fraction of the host time: neighbouring shards of
+    a param group are stepped as one tensor. The optimizer remains an instance of its class, with the same
+    ``param_groups``, hooks, and ``state`` by parameter in DTensors. Learning rate schedulers, gradient
+    scalers and checkpoints, including those of the plain optimizer, work unchanged.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop or ASGD of
-            ``torch.optim``, before or after its first step. It becomes a FlatOptimizer itself, and is what
-            is returned.
-        elementwise: True admits another class, which you know to treat each element of a parameter by
-            itself, by the same numbers in the whole param group, and to keep state that has the form of the
-            parameter, or is a number. A closure is called before it.
+            ``torch.optim``, before or after its first step. The same object becomes a FlatOptimizer and is
+            returned.
+        elementwise: True admits another class. You promise that it treats each element of a parameter
+            independently, with the same hyperparameters in the whole param group, and that its state has
+            the shape of the parameter or is a number. A closure is called before the step.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or one already.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or is a FlatOptimizer already.
         ValueError: it is not elementwise, or not known to be; it is ``differentiable``; it steps by another
-            optimizer; its ``step`` was wrapped before, as a learning rate scheduler does: make schedulers
+            optimizer; or its ``step`` is already wrapped, as by a learning rate scheduler: make schedulers
             afterwards.
 
     Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. A parameter
     that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
     chooses between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
 
-    Costs no memory beside the state itself, but for padding: less than 16 elements a parameter. When
-    parameters were moved, gradients are there for others than at the last step, or ``state`` was looked at
-    in between, the next step takes a few milliseconds more. ``state`` shows views of the flat state: look it
-    up anew after each step, since numbers such as step counts are copies. No communication.
+    Costs no memory besides the state and its padding: less than 16 elements a parameter. The next step takes
+    a few milliseconds more if parameters have moved, if different parameters have gradients, or if ``state``
+    was read. ``state`` shows views of the flat state: look it up again after each step, since numbers such
+    as step counts are copies. No communication.
 
     Example::
 
@@ -107,10 +107,10 @@ class FlatOptimizer(Optimizer):
     _plan: "StepPlan | None" = None
     _shown: Any = None  # state by parameter, while the runs do not have it
     is_stepping = False
-    _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's
+    _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's class
 
     def __new__(cls, optimizer: Optimizer, *, elementwise: bool = False) -> "FlatOptimizer":
-        """Turn ``optimizer`` itself into one: whoever else holds it goes on with the same."""
+        """Turn ``optimizer`` itself into one, so that other references to it stay valid."""
         _check(optimizer, elementwise)
         _extend(optimizer, cls)
         assert isinstance(optimizer, FlatOptimizer)
@@ -126,7 +126,7 @@ class FlatOptimizer(Optimizer):
         """Perform a single optimization step.
 
         Args:
-            closure: computes the loss anew, with gradients, and returns it.
+            closure: recomputes the loss, with gradients, and returns it.
         """
         loss = None
         if closure is not None:
@@ -158,18 +158,18 @@ class FlatOptimizer(Optimizer):
                 run.flat.grad = None
 
     def _kinds_step(self) -> Any:
-        """The step of the optimizer's own class, without hooks."""
+        """The step of the optimizer's class, without hooks."""
         raise NotImplementedError
 
     def stepped_parameters(self) -> SteppedParameters | None:
-        """What the last step has changed."""
+        """The parameters that the last step changed."""
         return None if self._plan is None else self._plan.stepped
 
     # --- state ------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
     def state(self) -> Any:
-        """State by parameter: views of what the steps work with, good until the next one."""
+        """State by parameter: views of the flat state, valid until the next step."""
         if self.is_stepping:
             return self._flat_state
         if self._shown is None:
@@ -182,15 +182,15 @@ class FlatOptimizer(Optimizer):
         self._plan = None
         self._flat_state: defaultdict[Any, Any] = defaultdict(dict)
         self._resting: dict[Tensor, ParamState] = {}
-        # Where shown views lie, by their ids. The flat state lives as long as one of them.
+        # Where shown views lie, by their ids. The flat state lives as long as any of them.
         self._shown_views: dict[int, tuple[weakref.ref[Tensor], StateSlice]] = {}
 
     def __reduce__(self) -> Any:
-        """The class is made at run time: pickles name what it is made of."""
+        """Pickles name the two classes that this class, made at run time, consists of."""
         return _rebuilt, self._made_of, self.__getstate__()
 
     def _show(self) -> Any:
-        """Take the state out of the runs: from now on the shown state is the state."""
+        """Take the state out of the runs: from now on the shown state is authoritative."""
         apart, others = self._taken_apart()
         self.state = None
         shown: defaultdict[Any, Any] = defaultdict(dict)
@@ -204,7 +204,7 @@ class FlatOptimizer(Optimizer):
         return shown
 
     def _taken_apart(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
-        """The state of sharded parameters, split by parameter, and that of other parameters."""
+        """The state of sharded parameters, by parameter, and that of other parameters."""
         apart, others = dict(self._resting), dict(self._flat_state)
         for run in self._plan.runs if self._plan is not None else ():
             if run.flat in others:
@@ -230,7 +230,7 @@ class FlatOptimizer(Optimizer):
         views[key] = weakref.ref(view, lambda _: views.pop(key, None)), part
 
     def _taken_back(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
-        """The shown state, as it is now: that of sharded parameters, and that of other parameters."""
+        """The shown state: that of sharded parameters, and that of other parameters."""
         apart: dict[Tensor, ParamState] = {}
         others: dict[Any, Any] = {}
         for param, values in self._shown.items():
@@ -264,12 +264,12 @@ class FlatOptimizer(Optimizer):
     # --- planning ---------------------------------------------------------------------------------
 
     def _max_gap(self, group: dict[str, Any]) -> int:
-        """How much padding runs may span: none where the optimizer may turn zeros into something else."""
+        """How much padding runs may span: none if the optimizer may turn zeros into other numbers."""
         is_known = self._made_of[1] in ELEMENTWISE
         return MAX_GAP if is_known and has_eps(group) else 0
 
     def _replan(self) -> list[Tensor]:
-        """Make runs of the parameters as they are now; returns their gradients."""
+        """Make runs of the current parameters; return their gradients."""
         apart, others = self._taken_apart() if self._shown is None else self._taken_back()
         plan = StepPlan(self.param_groups)
         for index, group in enumerate(self.param_groups):
@@ -291,7 +291,7 @@ class FlatOptimizer(Optimizer):
         return [run.gradient(members[0].gradient) for run, members in found]
 
     def _members(self, plan: "StepPlan", index: int, apart: dict[Tensor, ParamState]) -> list[RunMember]:
-        """The sharded parameters of a param group with gradients; the plan records the others."""
+        """The sharded parameters with gradients in a param group; the plan records the others."""
         group = self.param_groups[index]
         params = group["params"]
         _check_group(type(self).__name__, index, group)
@@ -320,7 +320,7 @@ def _spec(param: Any, dtype: torch.dtype) -> Any:
     return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check(optimizer: Any, elementwise: Any) -> None:
@@ -390,7 +390,7 @@ def _extend(optimizer: Any, flat: Any) -> None:
 
 
 def _set_state(self: FlatOptimizer, state: dict[str, Any]) -> None:
-    """Go on with another state: loaded, or unpickled."""
+    """Continue with a loaded or unpickled state."""
     others = dict(state)
     if "state" in others:
         self.state = others.pop("state")
@@ -403,11 +403,11 @@ def _repr(self: FlatOptimizer) -> str:
 
 @cache
 def _flat_class(flat: Any, kind: Any) -> Any:
-    """``kind`` with our step. It keeps its name, by which checkpoints know kinds of optimizers.
+    """``kind`` with our step. It keeps its name, by which checkpoints identify optimizers.
 
     Python lets an object change its class if the first bases of both begin with the same fields. So ours
-    stands first where it can. Behind a class that begins with another, such as ``ABC``, it stands second,
-    and what it overrides is copied into the class itself.
+    comes first where it can. If ``kind`` begins with another class, such as ``ABC``, ours comes second,
+    and its overrides are copied into the class itself.
     """
     body = {
         "__module__": kind.__module__,
@@ -415,7 +415,7 @@ def _flat_class(flat: Any, kind: Any) -> Any:
         "__doc__": kind.__doc__,
         "_made_of": (flat, kind),
         "_kinds_step": optimizers.step_without_hooks(kind),
-        # Not methods of FlatOptimizer, lest those of ``kind`` call them by super().
+        # Not methods of FlatOptimizer: those of ``kind`` would call them through super().
         "__setstate__": _set_state,
         "__repr__": _repr,
     }
@@ -434,7 +434,7 @@ def _begins_as_optimizer(kind: Any) -> bool:
 
 
 def _methods(flat: Any) -> dict[str, Any]:
-    """What ``flat`` and its bases define beside `Optimizer`."""
+    """The attributes that ``flat`` and its bases add to `Optimizer`."""
     found: dict[str, Any] = {}
     for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
         found |= vars(each)

@@ -1,4 +1,4 @@
-"""Flat runs: which sharded parameters an optimizer may step as one tensor, and the state that goes with them.
+"""Flat runs: which sharded parameters an optimizer may step as one tensor, and their state.
 
 A run is a range of a bucket's flat shard: neighbours of one param group whose gradients are neighbours as
 well, and whose states have the same numbers of steps. Padding in between takes part; its gradient is zero, so
@@ -8,7 +8,7 @@ it stays zero::
     runs           [----- one tensor ----)  idle  [---- another one ----)     w2 has no gradient
 
 The state of a run is flat as well. Runs are split and joined through `StateSlice`, a parameter's part of a
-state. State that is in the right place already is not copied.
+state. State that is already in place is not copied.
 """
 
 import copy
@@ -36,7 +36,7 @@ MAX_GAP = ALIGNMENT - 1
 class StateSlice(NamedTuple):
     """A parameter's part of a state: elements of ``flat`` from ``start`` on.
 
-    ``is_ours``: nobody else uses the memory around it.
+    ``is_ours``: only this optimizer uses the memory around it.
     """
 
     flat: Tensor
@@ -54,14 +54,14 @@ class StateSlice(NamedTuple):
 
 
 ParamState = dict[str, Any]
-"""The state of one parameter by name: a `StateSlice` for tensors of its shape, anything else as it is."""
+"""The state of one parameter by name: a `StateSlice` for tensors of its shape, other values unchanged."""
 
 
 class Location(NamedTuple):
     """The elements [start, end) of a bucket's flat shard, padding included, that belong to a parameter.
 
     ``position``: its index in the bucket. ``gradient_start``: where its gradient starts in a buffer of
-    gradients. ``buffer``: the address of that buffer, None if the gradient is somewhere else.
+    gradients. ``buffer``: the address of that buffer; None if the gradient is elsewhere.
     """
 
     shard: FlatShard
@@ -74,7 +74,7 @@ class Location(NamedTuple):
 
 
 def locate(param: Tensor, local: Tensor, gradient: Tensor) -> Location | None:
-    """Where ``param`` is, given its local tensor and local gradient; None: in no flat shard."""
+    """Where ``param`` is, given its local tensor and local gradient; None if in no flat shard."""
     found = bucket_and_index(param)
     if found is None or not local.numel() or type(local) is not Tensor:
         return None
@@ -82,7 +82,7 @@ def locate(param: Tensor, local: Tensor, gradient: Tensor) -> Location | None:
     slot, view = bucket.stored.slots[index], bucket.flat_shard.views[index]
     is_over_it = (view.dtype, view.shape, view.stride()) == (local.dtype, local.shape, local.stride())
     if view.is_meta or local.is_meta or not is_over_it or view.data_ptr() != local.data_ptr():
-        return None  # moved, or assigned, and the bucket has yet to follow
+        return None  # moved or assigned, and the bucket has not followed yet
     start, gradients = slot.shard_offset // local.itemsize, bucket.sharded_gradients
     end, gradient_start = start + slot.padded_numel, gradients.gradient_offset(index)
     buffer = gradients.buffer_of(index, gradient)
@@ -91,7 +91,7 @@ def locate(param: Tensor, local: Tensor, gradient: Tensor) -> Location | None:
 
 @dataclass(eq=False)
 class RunMember:
-    """A parameter that is being put into a run.
+    """A candidate for a run.
 
     ``gradient`` is local. ``is_usual``: the gradient is an ordinary DTensor, placed as the parameter is.
     """
@@ -106,7 +106,7 @@ class RunMember:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is of no tensor subclass."""
+        """Whether neither tensor is of a subclass."""
         return type(self.local) is Tensor and type(self.gradient) is Tensor
 
     @property
@@ -116,7 +116,7 @@ class RunMember:
 
 
 class FlatRun:
-    """Parameters that are stepped as one tensor, ``flat``, over their memory."""
+    """Parameters that are stepped as one tensor, ``flat``, which shares their memory."""
 
     def __init__(self, members: Sequence[RunMember], starts: Sequence[int]) -> None:
         first, last = members[0], members[-1]
@@ -156,7 +156,7 @@ class FlatRun:
         ]
 
     def join(self, states: Sequence[ParamState]) -> dict[str, Any]:
-        """The state of ``flat``, from that of each parameter. Numbers become its own."""
+        """The state of ``flat``, from that of each parameter. Numbers are copied."""
         joined: dict[str, Any] = {}
         for key, value in states[0].items():
             if isinstance(value, StateSlice):
@@ -179,7 +179,7 @@ class FlatRun:
         return whole
 
     def _are_in_place(self, parts: Sequence[StateSlice]) -> bool:
-        """Whether they lie in one storage of ours with the distances of their parameters."""
+        """Whether they lie in one storage of ours, spaced as their parameters are."""
         if not (self.is_flat and all(part.is_ours and part.flat.dim() == 1 for part in parts)):
             return False
         storages = {part.flat.untyped_storage().data_ptr() for part in parts}
@@ -247,7 +247,7 @@ def _continues(run: Sequence[RunMember], member: RunMember, max_gap: int) -> boo
     first, last = run[0], run[-1]
     assert member.location is not None
     assert last.location is not None
-    # In between may be another parameter, which has no gradient.
+    # A parameter without a gradient may lie in between.
     if member.location.shard is not last.location.shard or member.local.dtype != last.local.dtype:
         return False
     gap = last.location.end - last.location.start - last.local.numel()
@@ -266,7 +266,7 @@ def _continues(run: Sequence[RunMember], member: RunMember, max_gap: int) -> boo
 
 
 def sign(members: Sequence[RunMember]) -> None:
-    """Give each its signature: members with equal ones may share a state. Names, dtypes and numbers of it."""
+    """Set signatures: names, dtypes and numbers of the state. Members with equal ones may share a state."""
     numbers = _read([v for m in members for v in (m.state or {}).values() if is_number(v)])
     for member in members:
         member.signature = tuple(
@@ -289,7 +289,7 @@ def _signature(value: Any, numbers: dict[int, Any]) -> tuple[Any, ...]:
 
 
 def _read(tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """Read the numbers in tensors, with one synchronisation a device."""
+    """Read the numbers in tensors, with one synchronisation per device."""
     distinct = {id(tensor): tensor for tensor in tensors}
     by_kind: dict[Any, list[int]] = {}
     for key, tensor in distinct.items():
@@ -307,7 +307,7 @@ Groups = list[dict[str, Any]]
 
 
 class StepPlan:
-    """The runs of all param groups, and their premises, in lists that are compared in loops that run in C."""
+    """The runs of all param groups, and their premises, in lists that C loops compare."""
 
     def __init__(self, groups: Groups) -> None:
         self.flats: list[list[Tensor]] = [[] for _ in groups]
@@ -323,7 +323,7 @@ class StepPlan:
         self._found.append((run, members))
 
     def finish(self) -> list[tuple[FlatRun, list[RunMember]]]:
-        """Lay out what each step compares; returns the runs in their final order."""
+        """Make the lists that each step compares; return the runs in their final order."""
         found, self._found = self._found, []
         members = [member for _, some in found for member in some]
         self.runs = [run for run, _ in found]
@@ -365,7 +365,7 @@ class StepPlan:
         return [run.gradient(locals_[first]) for run, first in zip(self.runs, self._firsts, strict=True)]
 
     def _has_same(self, groups: Groups) -> bool:
-        """Whether param groups have the same parameters, and none outside the runs has a gradient now."""
+        """Whether param groups have the same parameters, and none outside the runs has a gradient."""
         if len(groups) != len(self._groups) or list(map(has_eps, groups)) != self._have_eps:
             return False
         for group, known in zip(groups, self._groups, strict=True):
@@ -377,7 +377,7 @@ class StepPlan:
 
 
 class _MergedRange(NamedTuple):
-    """The gradients of a merged run, and which of all gradients they are."""
+    """The gradients of a merged run, and their range among all gradients."""
 
     gradients: GradientRange
     begin: int
@@ -395,5 +395,5 @@ _ONLY_DTENSORS = {DTensor}
 
 
 def has_eps(group: dict[str, Any]) -> bool:
-    """False where zeros may be divided by zero."""
+    """False if the optimizer may divide zero by zero."""
     return bool(group.get("eps") != 0)

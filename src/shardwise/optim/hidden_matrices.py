@@ -13,17 +13,17 @@ Coefficients = tuple[float, float, float]
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Whether :class:`Muon` orthogonalises a parameter by itself; others are left to AdamW.
+    """Whether :class:`Muon` orthogonalises a parameter by default; AdamW steps the others.
 
-    It does where the parameter has two dims of more than one element, or three, as matrices of experts
-    stacked on dim 0 have. It does not where the parameter belongs to
+    It does if the parameter has two dims of more than one element, or three, as matrices of experts
+    stacked on dim 0 have. It does not if the parameter belongs to
 
-    - an ``nn.Embedding`` or ``nn.EmbeddingBag``, also one that shares its weight with a head (known of
+    - an ``nn.Embedding`` or ``nn.EmbeddingBag``, even one that shares its weight with a head (known of
       parameters that ``fully_shard`` has made), or to a module with ``embed``, ``emb``, ``wte`` or ``wpe``
-      in its own name; nor where the parameter itself has one of these in its name, as ``pos_embed`` has;
-    - a head: a module that is called ``head``, ``output``, ``classifier``, ``score``, ``logits`` or
-      ``embed_out``, or whose name ends with ``_head``;
-    - a convolution, or, with three dims, a module that is not known: it may be a convolution.
+      in its own name; nor if the parameter itself has one of these in its name, as ``pos_embed`` has;
+    - a head: a module called ``head``, ``output``, ``classifier``, ``score``, ``logits`` or ``embed_out``,
+      or whose name ends with ``_head``;
+    - a convolution, or, with three dims, an unknown module, which may be a convolution.
 
     Args:
         name: its fully qualified name; "" if it has none.
@@ -53,28 +53,28 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 
 
 def _is_embedding(name: str) -> bool:
-    """By the name of a module or a parameter alone."""
+    """Judged by the name of a module or parameter alone."""
     return any(part in _EMBEDDINGS for part in name.split("_")) or "embed" in name
 
 
 def newton_schulz(matrices: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    """Approach the nearest matrices with orthonormal rows or columns, by iterations of a quintic polynomial.
+    """Approximate the nearest matrices with orthonormal rows or columns, by iterating a quintic polynomial.
 
-    Singular values are all brought to about one: with the usual coefficients to between 0.7 and 1.2. From
+    Brings all singular values close to one: with the usual coefficients between 0.7 and 1.2. From
     Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
 
     Args:
         matrices: ``[count, rows, columns]``, or ``[rows, columns]``, in the dtype to compute in.
         coefficients: of the polynomial: of the first, third and fifth power.
         steps: how many times to apply it.
-        eps: the smallest norm to divide by before.
+        eps: the smallest norm to divide by beforehand.
 
     Returns:
-        As many of the same shape and dtype.
+        The results, in the same shape and dtype.
 
-    No branch depends on values, so that ``torch.compile`` makes one graph of it for each shape.
+    No branch depends on values, so ``torch.compile`` makes one graph for each shape.
     """
-    if matrices.dim() == 3 and len(matrices) == 1:  # as one product: the kernel of plain matrices
+    if matrices.dim() == 3 and len(matrices) == 1:  # use the kernel of plain matrices
         return newton_schulz(matrices[0], coefficients, steps, eps).unsqueeze(0)
     first, third, fifth = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]

@@ -1,8 +1,8 @@
 """Loss scaling for gradients with different placements.
 
-``torch.amp.GradScaler`` reduces its flag for infinities as the first gradient of its list is placed. If that
-is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not, only one
-rank sees an infinity in its shard, and the ranks continue with different weights.
+``torch.amp.GradScaler`` reduces its flag for infinities by the placement of the first gradient in its list.
+If that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not,
+only one rank sees an infinity in its shard, and the ranks continue with different weights.
 """
 
 import torch
@@ -16,15 +16,15 @@ from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 
 class GradScaler(optimizers.GradScalerBase):
-    """``torch.amp.GradScaler`` whose infinities are seen by all ranks, however gradients are placed.
+    """A ``torch.amp.GradScaler`` in which all ranks see every infinity, whatever the gradients' placements.
 
-    Arguments and use are those of torch's. Costs 2 d - 1 all-reduces of one number for d mesh dimensions; all
-    ranks must call ``step`` (or ``unscale_``) together.
+    Takes torch's arguments, and is used like torch's. Costs 2 d - 1 all-reduces of one number for d mesh
+    dimensions; all ranks must call ``step`` (or ``unscale_``) together.
 
     Raises:
         RuntimeError: from ``step`` or ``unscale_``: gradients of backwards without synchronisation
             (``no_sync``) wait to be reduced.
-        ValueError: gradients are in float16, as torch's raises.
+        ValueError: gradients are in float16, as in torch.
 
     Example::
 
@@ -37,7 +37,7 @@ class GradScaler(optimizers.GradScalerBase):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the local tensors of all gradients, and let all ranks know of infinities."""
+        """Unscale the local tensors of all gradients, and report infinities to all ranks."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with monitor_of_job().call("GradScaler", lambda: axes_of(params)):
             return self._unscaled(params, inv_scale, found_inf, allow_fp16)
@@ -60,7 +60,7 @@ class GradScaler(optimizers.GradScalerBase):
 
 
 def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
-    """The numbers of a gradient that this rank holds."""
+    """This rank's numbers of a gradient."""
     refuse_deferred(gradient)
     if not allow_fp16 and gradient.dtype is torch.float16:
         raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
@@ -69,7 +69,7 @@ def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
 
 
 def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:
-    """Let every device know of infinities on any rank, also ranks without gradients."""
+    """Report infinities on any rank to every device, including ranks without gradients."""
     axes = axes_of(params)
     if not axes:
         return

@@ -1,8 +1,8 @@
 """Muon on shards: each matrix is orthogonalised once, on one rank, and stays sharded everywhere.
 
-A step is elementwise on the shards but for one thing, the orthogonalisation, which whole_matrices.py does at
-the owners. Parameters that are no matrices are stepped by an AdamW on flat shards, which shares its param
-groups with this optimizer; the state of both is shown as one.
+A step is elementwise on the shards except for the orthogonalisation, which whole_matrices.py does at the
+owners. An AdamW on flat shards steps the other parameters. It shares its param groups with this optimizer;
+the state of both is shown as one.
 """
 
 from collections import defaultdict
@@ -29,51 +29,50 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 
 class Muon(Optimizer):
-    """``torch.optim.Muon`` for sharded models, with an AdamW for what is no matrix of a hidden layer.
+    """``torch.optim.Muon`` for sharded models, with AdamW for all but the matrices of hidden layers.
 
-    The same numbers as torch's on whole parameters in one process, to the rounding of the iteration. Each
-    matrix is put together on one rank, orthogonalised there, and its rows are sent back, while momentum and
-    parameters stay sharded; torch's own on DTensors gathers for each product, and repeats some on all ranks.
+    Computes the same numbers as torch's Muon on whole parameters in one process, up to the rounding of the
+    iteration. One rank assembles each matrix, orthogonalises it, and sends its rows back; momentum and
+    parameters stay sharded. torch's Muon on DTensors gathers for each product, and repeats some on all ranks.
 
     Args:
         params: parameters, named parameters (``model.named_parameters()``), or param groups. ``"algorithm"``
-            in a group, ``"muon"`` or ``"adamw"``, says what steps all of it. A group without it is divided
-            by ``is_matrix`` into two, the matrices first.
-        lr: of the matrices, before the adjustment.
-        weight_decay: decoupled.
-        momentum: of the average of gradients.
+            in a group, ``"muon"`` or ``"adamw"``, selects the algorithm for all of it. ``is_matrix`` divides
+            a group without it into two, the matrices first.
+        lr: learning rate of the matrices, before the adjustment.
+        weight_decay: decoupled weight decay.
+        momentum: momentum of the average of gradients.
         nesterov: look ahead by one step of momentum.
-        ns_coefficients: of the Newton-Schulz iteration.
+        ns_coefficients: coefficients of the Newton-Schulz iteration.
         eps: the smallest norm that the iteration divides by.
-        ns_steps: of the iteration, below 100.
+        ns_steps: steps of the iteration, below 100.
         adjust_lr_fn: how ``lr`` grows with the shape (rows, columns) of a matrix. ``"original"`` or None: by
-            ``sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``: by ``0.2 * sqrt(max(rows, columns))``, so
-            that lr and weight decay of AdamW suit; ``"spectral_unclamped"``: by ``sqrt(rows / columns)``.
+            ``sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``: by ``0.2 * sqrt(max(rows, columns))``,
+            which suits AdamW's lr and weight decay; ``"spectral_unclamped"``: by ``sqrt(rows / columns)``.
         adamw: arguments of ``torch.optim.AdamW``, for all other parameters.
-        is_matrix: decides by name ("" if it is not known) and parameter; see :func:`is_hidden_matrix`, the
-            default.
-        row_blocks: for parameters in which several matrices are fused along the last dim but one, such as
-            queries, keys and values: the rows of each, by name and parameter; None where nothing is fused.
-            Each is orthogonalised by itself.
-        iteration_dtype: in which matrices travel and are orthogonalised.
-        orthogonalize: what to do with ``[count, rows, columns]`` matrices, given also ``ns_coefficients``,
+        is_matrix: decides by name ("" if unknown) and parameter; see :func:`is_hidden_matrix`, the default.
+        row_blocks: a function of name and parameter. For parameters in which several matrices are fused along
+            the second-to-last dim, such as queries, keys and values, it returns the rows of each, and each is
+            orthogonalised separately. It returns None for the others.
+        iteration_dtype: dtype in which matrices are sent and orthogonalised.
+        orthogonalize: a function of matrices ``[count, rows, columns]`` and of ``ns_coefficients``,
             ``ns_steps`` and ``eps``. ``torch.compile(newton_schulz)`` compiles it.
-        batch_bytes: of whole matrices that a rank has at once, unless one matrix is larger.
+        batch_bytes: bytes of whole matrices that a rank holds at once, unless one matrix is larger.
 
     Raises:
-        TypeError: something is no parameter.
-        ValueError: an argument is out of range, or a parameter cannot be put together, by name.
+        TypeError: ``params`` contains something other than parameters.
+        ValueError: an argument is out of range, or a named parameter cannot be assembled.
 
-    Matrices may be DTensors with any placements but partial ones: sharded by rows or columns, unevenly, over
-    a mesh with replicas (which share the work) or with tensor parallelism, in stacks of three dims (experts),
-    replicated, and plain tensors, which each rank steps by itself.
+    Matrices may be DTensors with any placements except partial ones: sharded by rows or columns, unevenly,
+    over a mesh with replicas (which share the work) or with tensor parallelism, in stacks of three dims
+    (experts), replicated, and plain tensors, which each rank steps alone.
 
-    ``step`` is collective over the ranks that share matrices. It raises, on all of them, where some have a
-    gradient that others lack. On a device the host waits once a step, for what is queued there.
+    ``step`` is collective over the ranks that share matrices. It raises on all of them if some have a
+    gradient that others lack. On a device the host waits once a step for the queued work.
 
     Costs, on W ranks: 1/W of the computation; at most 2 (W - 1) / W of the bytes of all matrices in
     ``iteration_dtype`` on the wire, over all ranks together; in memory one number of state for each element
-    of a matrix, sharded, and during a step some six times ``batch_bytes`` and what the iteration needs.
+    of a matrix, sharded, and during a step some six times ``batch_bytes`` plus the memory of the iteration.
 
     The iteration is from Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024);
     ``match_rms_adamw`` from Liu et al., "Muon is scalable for LLM training" (2025).
@@ -129,12 +128,12 @@ class Muon(Optimizer):
         }
         _check_hyperparameters("Muon", defaults)
         super().__init__(params, defaults)
-        self._plan = self._make_plan()  # what cannot be put together is refused now
+        self._plan = self._make_plan()  # refuses now what cannot be assembled
 
     # --- param groups -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; without ``"algorithm"`` it becomes two, of matrices and of others."""
+        """Add a param group; without ``"algorithm"`` it becomes two, for matrices and for others."""
         count = len(self.param_groups)
         try:
             for group in self._divided(dict(param_group)):
@@ -186,7 +185,7 @@ class Muon(Optimizer):
             self._share_with_adamw()
 
     def _share_with_adamw(self) -> None:
-        """Have AdamW step the param groups that are its, which stay those of this optimizer."""
+        """Let AdamW share the param groups that it steps."""
         groups = [group for group in self.param_groups if group["algorithm"] == ADAMW]
         if self._adamw is None and groups:
             options = {k: v for k, v in self._adamw_defaults.items() if k != "decoupled_weight_decay"}
@@ -209,19 +208,19 @@ class Muon(Optimizer):
             self._adamw.state = defaultdict(dict, {k: v for k, v in state.items() if k in others})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: all but the plan."""
+        """The pickled and copied state: all except the plan."""
         kept = {key: value for key, value in vars(self).items() if key.startswith("_") and key in _KEPT}
         return kept | super().__getstate__() | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on with another state: loaded, or unpickled."""
+        """Continue with a loaded or unpickled state."""
         before = vars(self).get("param_groups", [])
         others = dict(state)
         given = others.pop("state", None)
         vars(self).setdefault("_adamw", None)
         super().__setstate__(others)
         for index, group in enumerate(self.param_groups):
-            # A state of torch's Muon says nothing of the algorithm.
+            # A state of torch's Muon lacks the algorithm.
             for key, value in (before[index] if index < len(before) else {}).items():
                 group.setdefault(key, value)
         self._plan = None
@@ -236,10 +235,10 @@ class Muon(Optimizer):
         """Perform a single optimization step. Collective over the ranks that share matrices.
 
         Args:
-            closure: computes the loss anew, with gradients, and returns it.
+            closure: recomputes the loss, with gradients, and returns it.
 
         Raises:
-            TypeError: a gradient is not placed as its parameter can be; by name. All ranks raise.
+            TypeError: the named parameter has a gradient with an impossible placement. All ranks raise.
             ValueError: ranks disagree on which parameters have gradients. All ranks raise, and nothing has
                 changed.
         """
@@ -290,7 +289,7 @@ class _JointState(MutableMapping[Any, Any]):
         return param in self._of(param)
 
     def get(self, param: Any, default: Any = None) -> Any:
-        """As of any dict: without making an entry."""
+        """Look up without making an entry."""
         return self._of(param).get(param, default)
 
     def __iter__(self) -> Iterator[Any]:
@@ -309,7 +308,7 @@ def _params_of(optimizer: Optimizer | None) -> set[Tensor]:
 
 
 def _param_in(given: Any) -> Tensor:
-    """The parameter, where its name may come with it."""
+    """The parameter, given with or without its name."""
     param = given[1] if isinstance(given, tuple) and len(given) == 2 else given
     if not isinstance(param, Tensor):
         raise TypeError(f"Muon: params contain a {type(param).__name__}, where a parameter is expected.")
@@ -321,7 +320,7 @@ def _name_in(given: Any) -> str:
 
 
 def _defaults_of_adamw(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All hyperparameters of AdamW, which checks those that were given."""
+    """All hyperparameters of AdamW, which checks the given ones."""
     try:
         defaults: dict[str, Any] = torch.optim.AdamW([torch.zeros(1)], **(given or {})).defaults
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""A step of all matrices of Muon: elementwise on the shards, and orthogonalised at their owners."""
+"""A step of all matrices of Muon: elementwise on the shards, orthogonalised at their owners."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ BUFFER = "momentum_buffer"
 
 
 class MuonPlan:
-    """The matrices of all param groups, where they are assembled, and what would make another plan due."""
+    """The matrices of all param groups, where they are assembled, and the premises of this plan."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], row_blocks: RowBlocks | None, dtype: torch.dtype, limit: int
@@ -46,7 +46,7 @@ class MuonPlan:
         ).exchange
 
     def is_of(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether it still is the plan for ``groups``."""
+        """Whether it is still the plan for ``groups``."""
         params = [param for group in groups for param in group["params"]]
         owners = [group for group in groups for _ in group["params"]]
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
@@ -72,7 +72,7 @@ class MatrixStep:
         plan.exchange.agree("Muon.step", self._gradients, problem)
 
     def run(self) -> None:
-        """Average gradients, decay weights, and add what the owners have orthogonalised."""
+        """Average gradients, decay weights, and add the orthogonalised matrices."""
         self._locals = {index: dtensor.plain(self._plan.params[index]).detach() for index in self._gradients}
         self._buffers = {index: self._buffer(index) for index in self._gradients}
         for key, some in self._by(lambda group: 1 - group["momentum"]).items():
@@ -90,7 +90,7 @@ class MatrixStep:
         return found
 
     def _buffer(self, index: int) -> Tensor:
-        """The average of gradients that this rank has of a matrix."""
+        """This rank's part of the average of a matrix's gradients."""
         param, state = self._plan.params[index], self._state[self._plan.params[index]]
         if BUFFER not in state:
             state[BUFFER] = _placed_as(param, torch.zeros_like(self._gradients[index]))
@@ -105,7 +105,7 @@ class MatrixStep:
         return local
 
     def _update(self, index: int) -> tuple[Tensor]:
-        """What this rank has of the matrix that is to be orthogonalised."""
+        """This rank's part of the matrix to orthogonalise."""
         group, buffer = self._plan.groups[index], self._buffers[index]
         return (self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer,)
 

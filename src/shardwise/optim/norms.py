@@ -2,8 +2,8 @@
 
 Each rank measures its own gradients, then sends one number for each kind of placement. ``Shard`` on a mesh
 dimension: the ranks hold different parts, whose norms are combined. ``Replicate``: they hold the same, and
-one counts. Not on the dimension at all, as plain tensors: they may differ, and the largest norm counts, so
-that all ranks clip by the same.
+one counts. Not on the dimension, such as plain tensors: they may differ, and the largest norm counts, so
+that all ranks clip alike.
 
     mesh (dp=2, tp=2), ranks 0 1 / 2 3        over dp          over tp
     up       (Shard(0), Shard(0)) on both     combined         combined
@@ -11,9 +11,9 @@ that all ranks clip by the same.
     scale    plain, of ignored_params         largest          largest
 
 Ranks all-reduce a vector of zeros in which each has filled in its own number, and every rank combines all
-numbers in the same order. So the result has the same bits everywhere, whatever the order of additions of a
-back end; a NaN arrives, which a maximum may lose; and powers, which may overflow, never leave a rank. One
-more number of each rank stands for its parameters (passed_parameters.py).
+numbers in the same order. So the result has the same bits everywhere, whatever the back end's order of
+additions; NaNs arrive, which a maximum may lose; and powers, which may overflow, never leave a rank. One
+more number per rank identifies its parameters (passed_parameters.py).
 """
 
 import math
@@ -39,12 +39,12 @@ from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 
-# The host adds up float32 numbers one after the other: 10 million of them to 4e-4. In pieces of this size,
-# whose norms are put together in float64, it is 2e-7, at the same speed. Devices work in pieces anyway.
+# The host adds float32 numbers one by one: the norm of 10 million is off by 4e-4. Norms of pieces of this
+# size, combined in float64, are off by 2e-7, at the same speed. Devices work in pieces anyway.
 _PIECE_NUMEL = 2**16
-# Up to this power those of all float32 numbers are numbers of float64.
+# Up to this exponent, powers of all float32 numbers fit into float64.
 _LARGEST_PLAIN_POWER = 6.0
-# Sums of powers of float64 numbers between 1e-250 and 1e250 have lost nothing at either end.
+# Sums of powers between 1e-250 and 1e250 have lost no terms at either end of float64.
 _PLAIN_DECADES = 250.0
 
 
@@ -56,11 +56,11 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 @dataclass(eq=False)
 class HeldGradients:
-    """What this rank holds of the gradients of ``params``; None where it has none.
+    """This rank's gradients of ``params``; None where it has none.
 
-    ``locals`` are scaled and ``measured`` have the norm: the same tensors, or where one is a summand of the
-    gradient, the sum. ``places``: their meshes and placements; None for a plain tensor. Reduced
-    gradients that lie together may be one tensor: then ``params`` has the first of their parameters.
+    ``locals`` are scaled and ``measured`` are measured. They are the same tensors, except where a local one
+    is only a summand of the measured gradient. ``places``: meshes and placements; None for a plain tensor.
+    Adjacent reduced gradients may be one tensor: then ``params`` has the first of their parameters.
     """
 
     params: Sequence[Tensor]
@@ -79,10 +79,9 @@ class HeldGradients:
 def gradients_in(
     model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
 ) -> HeldGradients:
-    """Those of all parameters in ``model``, as few tensors; what ``gradients_of`` may raise.
+    """The gradients of all parameters in ``model``, as few tensors. Raises what ``gradients_of`` raises.
 
-    Which are together follows from the buckets, in all common cases: ranks that hold copies come to the same
-    bits.
+    The buckets determine the grouping in all common cases, so ranks that hold copies compute the same bits.
     """
     params, buckets = _of_module(model) if isinstance(model, nn.Module) else _of_parameters(model)
     together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
@@ -104,7 +103,7 @@ def gradients_in(
 def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
     kind = type(model)
     if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
-        return _of_parameters(list(model.parameters()))  # it says itself which are its own
+        return _of_parameters(list(model.parameters()))  # the class overrides the walk over modules
     modules = modules_in(model)
     registered = chain.from_iterable(map(_values, map(_registered, modules)))
     params: dict[int, Tensor] = {id(param): param for param in registered if param is not None}
@@ -120,7 +119,7 @@ def _of_parameters(given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Sequence
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """As ``model.modules()``, in a fifth of the time: each module once, those around others first."""
+    """Like ``model.modules()`` in a fifth of the time: each module once, parents first."""
     found: dict[nn.Module, None] = {}
     waiting = [model]
     while waiting:
@@ -136,10 +135,10 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 def gradients_of(
     params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
 ) -> HeldGradients:
-    """Those of each parameter that is trainable or has one: of the same kinds on all ranks.
+    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks.
 
     Raises:
-        RuntimeError: naming the parameter whose gradient waits to be reduced, or is on another mesh.
+        RuntimeError: the gradient of the named parameter waits to be reduced, or is on another mesh.
     """
     for param in params:
         if isinstance(param, DTensor):
@@ -155,7 +154,7 @@ _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), at
 
 
 def _all_as_their_parameters(params: Sequence[Tensor]) -> HeldGradients | None:
-    """The common case, in passes that run in C: every gradient is a DTensor placed as its parameter."""
+    """The common case, in C loops: every gradient is a DTensor placed as its parameter."""
     gradients = list(map(_gradient, params))
     if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
         return None
@@ -181,7 +180,7 @@ def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor
             _check_gradient(param, gradient, caller, name_of)
         elif not param.requires_grad:
             continue
-        # The parameter's place rather than the gradient's: another rank may have no gradient.
+        # The parameter's placement, since another rank may have no gradient.
         placed = param if isinstance(param, DTensor) else gradient
         if not isinstance(placed, DTensor):
             found.append((param, gradient, gradient, None))
@@ -200,7 +199,7 @@ def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Placements with ``Replicate`` for ``Partial``: those after the pending sums."""
+    """The placements after the pending sums: ``Replicate`` for ``Partial``."""
     if not any(placement.is_partial() for placement in placements):
         return placements
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
@@ -219,11 +218,11 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
         )
 
 
-# --- norms of what is here ------------------------------------------------------------------------
+# --- norms on this rank ---------------------------------------------------------------------------
 
 
 def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: bool) -> list[list[Tensor]]:
-    """For each tensor the norms of its pieces; there are none of an empty one."""
+    """The norms of the pieces of each tensor; an empty tensor has none."""
     norms: list[list[Tensor]] = [[] for _ in tensors]
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor]]] = {}
     for own, tensor in zip(norms, tensors, strict=True):
@@ -246,7 +245,7 @@ def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.layout is not torch.strided:
-        # Of a sparse gradient the rest is zero; one that is not coalesced has several terms of one number.
+        # The other elements are zero. Uncoalesced, one element may have several terms.
         tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
     if tensor.numel() == 0:
         return ()
@@ -256,7 +255,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _dtype_of_sums(device: torch.device, dtype: torch.dtype, power: float) -> torch.dtype:
-    """At least float32; float64 where other powers than squares would soon leave the range of float32."""
+    """At least float32; float64 for exponents whose powers would soon leave the range of float32."""
     if power not in (1.0, 2.0, math.inf):
         dtype = torch.promote_types(dtype, _widest(device))
     return torch.promote_types(dtype, torch.float32)
@@ -267,7 +266,7 @@ def _widest(device: torch.device) -> torch.dtype:
 
 
 def norm_of(values: Tensor, power: float, dim: int | None = None) -> Tensor:
-    """The norm of all ``values``, or along ``dim`` 0; none of their powers leaves the range of numbers."""
+    """The norm of all ``values``, or along ``dim`` 0, without overflow or underflow of powers."""
     if values.numel() == 0:
         return values.new_zeros(() if dim is None else values.shape[1:])
     plain = torch.linalg.vector_norm(values, power, dim=dim) if values.device.type == "cpu" else None
@@ -281,13 +280,12 @@ def norm_of(values: Tensor, power: float, dim: int | None = None) -> Tensor:
 
 
 def _is_in_range(norm: float, power: float) -> bool:
-    """True if its power is far from the ends of what float64 can hold, so that none of the terms mattered
-    there."""
+    """True if its power is far from the limits of float64, so that no term that mattered was lost."""
     return power == math.inf or (norm > 0 and abs(math.log10(norm)) * power < _PLAIN_DECADES)
 
 
 def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Norms of any dtypes and devices as one tensor, in which they can be put together."""
+    """Norms of any dtypes and devices as one tensor, to be combined."""
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
     return (torch.stack(list(norms)) if norms else torch.zeros(0)).to(device, _widest(device))
@@ -298,7 +296,7 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _MeshDim:
-    """The ranks along a dimension of a mesh; slices of a mesh have the same."""
+    """The ranks along a dimension of a mesh; equal for slices of one mesh."""
 
     name: str
     pg: dist.ProcessGroup = field(compare=False)
@@ -313,13 +311,13 @@ class _Column:
 
 
 class NormPlan:
-    """Which numbers of this rank meet those of which others, in the same order on all of them.
+    """Which numbers are combined over which ranks, in the same order on all of them.
 
-    A *column* is a kind of placement. ``column_of`` says for each gradient which of ``columns`` is its own.
+    A *column* is a kind of placement. ``column_of`` has the index in ``columns`` for each gradient.
     """
 
     def __init__(self, gradients: HeldGradients, passed: PassedParameters, first: Tensor | None) -> None:
-        """``first``: the first parameter of all, if there is one."""
+        """``first``: the first of all parameters, if any."""
         self._passed = passed
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
@@ -355,7 +353,7 @@ class NormPlan:
         return list(columns)
 
     def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
-        """The norms over all ranks and columns, from those of this rank: a tensor of as many a column.
+        """The norms over all ranks and columns, from this rank's: one tensor of the shape of a column.
 
         Raises:
             ValueError: ranks have passed different parameters.
@@ -371,7 +369,7 @@ class NormPlan:
             others = sum(axis in self.columns[index].unknown for index in taking)
             passed = self._passed.along(axis.pg, others, is_on_host=own.device.type == "cpu")
             rank, world = dist.get_rank(axis.pg), dist.get_world_size(axis.pg)
-            # As long, and numbers as far from the end, on ranks that have passed one kind more.
+            # Rounded up, so that a rank with one more kind sends the same length, with numbers at its end.
             sent = own.new_zeros(world * round_up(own.numel() + 1, 4))
             all_of_them, numbers = sent[: world * own.numel()].view(world, *own.shape), sent[-world:]
             all_of_them[rank], numbers[rank] = own, passed.number
@@ -405,9 +403,9 @@ def _axes_of(mesh: DeviceMesh) -> dict[int, _MeshDim]:
 def _axes_to_agree_over(
     meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
 ) -> tuple[list[_MeshDim], list[DeviceMesh]]:
-    """Axes that lead to all ranks there are, and the meshes whose own do.
+    """Axes that reach all ranks, and the meshes whose own axes do.
 
-    What is on a mesh with all ranks is the same for all of them.
+    Parameters on a mesh with all ranks are the same for all of them.
     """
     if len(meshes) < 2 and not has_plain:
         return [], list(meshes)
@@ -420,7 +418,7 @@ def _axes_to_agree_over(
 
 
 def _device_for(gradients: HeldGradients, first: Tensor | None) -> torch.device:
-    """Where the ranks exchange norms: the device of the mesh, also while gradients are kept on the host."""
+    """Where the ranks exchange norms: the device of the mesh, even if gradients are in host memory."""
     kind = next((place[0].device_type for place in gradients.places if place is not None), None)
     pairs = zip(gradients.params, gradients.places, strict=True)
     devices = (dtensor.plain(param).device for param, place in pairs if place is not None)

@@ -1,4 +1,4 @@
-"""The optimizer's state in host memory, beside parameters and gradients that stay on the device."""
+"""The optimizer's state in host memory, while parameters and gradients stay on the device."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from shardwise.torch_compat import dtensor
 def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: bool = True) -> None:
     """Keep the state of ``optimizer`` in host memory between its steps.
 
-    For models whose parameters and gradients fit on the device, but not beside the optimizer's state and
-    the activations: the state is brought to the device for a step, when there are no activations, and taken
+    For models whose parameters and gradients fit on the device, but not together with the optimizer's state
+    and the activations: the state is copied to the device for a step, when there are no activations, and
     back after it. :class:`CPUOffloadPolicy` keeps everything on the host, and steps there.
 
     Args:
@@ -24,9 +24,9 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: boo
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
 
-    Costs two copies of the state a step over the bus, and the memory of the state on the device during the
-    step. ``optimizer.state_dict()`` works at any time. Parameters in host memory have their state there
-    already; for them this does nothing. State under keys that are not parameters stays where it is.
+    Costs two copies of the state over the bus per step, and its memory on the device during the step.
+    ``optimizer.state_dict()`` works at any time. Does nothing for parameters in host memory, whose state is
+    there already. State under keys that are not parameters stays where it is.
 
     Example::
 
@@ -48,7 +48,7 @@ class _StateMover:
         for param, state in _states(optimizer):
             device = dtensor.plain(param).device
             for name, value in state.items():
-                # Scalars, such as a step count, are where the optimizer wants them.
+                # Scalars, such as a step count, stay where the optimizer has put them.
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = _moved(value, device, is_pinned=False)
 
@@ -62,12 +62,12 @@ class _StateMover:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = _moved(value, torch.device("cpu"), self._is_pinned)
-        for device in devices:  # what was copied may be looked at from now on
+        for device in devices:  # the caller may read the copies from now on
             torch.accelerator.synchronize(device)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
-    """The states of parameters; some optimizers keep others beside them."""
+    """The states of parameters; some optimizers keep state under other keys."""
     return [(param, state) for param, state in optimizer.state.items() if isinstance(param, Tensor)]
 
 

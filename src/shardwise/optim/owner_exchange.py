@@ -1,12 +1,12 @@
-"""How blocks of sharded tensors travel to their owners, and results back, while others are computed.
+"""How blocks of sharded tensors reach their owners, and results return, while others are computed.
 
-They travel in rounds, their pieces packed into one buffer of bytes, by an exchange between all ranks that
+They are sent in rounds, their pieces packed into one buffer of bytes, by an exchange between all ranks that
 share them:
 
     communication   there 0 | there 1            back 0, there 2           back 1, there 3 ...
     computation             | function, round 0 | function, round 1       | function, round 2 ...
 
-An exchange is queued before the computation beside which it travels, and all ranks queue them in one order.
+An exchange is queued before the computation that hides it. All ranks queue exchanges in the same order.
 Buffers of two rounds live at a time.
 """
 
@@ -38,12 +38,12 @@ from shardwise.torch_compat import c10d, dtensor, foreach
 T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
-"""Bytes of whole blocks that an owner has at once, unless one block is larger."""
+"""Bytes of whole blocks that an owner holds at once, unless one block is larger."""
 
 
 @dataclass(frozen=True)
 class Travel:
-    """What travels of a tensor: dtypes of what its owner gets and sends back, and where the owner has it."""
+    """How a tensor is sent: dtypes of what its owner receives and sends back, and the owner's device."""
 
     there: tuple[torch.dtype, ...]
     back: torch.dtype
@@ -58,20 +58,20 @@ class Stack(NamedTuple):
 
 
 RoundKey = tuple[int, int]
-"""A round: which of the sets of ranks that share tensors, and which of its rounds."""
+"""A round: the index of a set of ranks that share tensors, and the index of the round in it."""
 
 Function = Callable[[RoundKey, list[Stack]], list[Tensor]]
 """Takes the blocks of a round that this rank owns; returns a result for each stack, of its shape."""
 
 Read = Callable[[int], Sequence[Tensor]]
-"""This rank's part of what travels of the tensor at an index."""
+"""Returns this rank's part of what is sent of the tensor at an index."""
 
 Write = Callable[[Block, tuple[slice, ...], Tensor], None]
-"""Takes a block, an index into this rank's part of its tensor, and what of the result goes there."""
+"""Takes a block, an index into this rank's part of its tensor, and the part of the result for it."""
 
 
 class SharingRanks:
-    """The ranks of a mesh in ascending order; this one alone, for a plain tensor. Several meshes may be of
+    """The ranks of a mesh in ascending order; only this rank for a plain tensor. Several meshes may share
     them."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -96,7 +96,7 @@ class SharingRanks:
 
     @cached_property
     def axes(self) -> list[Axis]:
-        """What connects them, made when it is first asked for; nothing for a single rank."""
+        """The axes that connect them, made at the first use; none for a single rank."""
         if len(self.ranks) == 1:
             return []
         assert self._mesh is not None
@@ -116,7 +116,7 @@ _groups: "WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]" = WeakKeyDiction
 
 
 def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:
-    """A process group of all ``ranks``: that of the job, or one that is made once."""
+    """A process group of all ``ranks``: that of the job, or one made once."""
     world = dist.group.WORLD
     assert world is not None
     everyone = c10d.ranks_of(world)
@@ -129,20 +129,20 @@ def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup
 
 
 class OwnerExchange:
-    """Takes blocks of tensors to their owners, and what the owners make of them back.
+    """Sends blocks of tensors to their owners, and the owners' results back.
 
     Args:
-        tensors: DTensors on any meshes with any placements but partial ones, or plain tensors, which each
+        tensors: DTensors on any meshes with any placements except partial ones, or plain tensors, which each
             rank owns. Only their forms matter; they are not kept.
         names: for messages.
         regions: of the blocks of each tensor.
         travels: of each tensor.
         cost: of a block, to balance owners by.
-        batch_bytes: of whole blocks that an owner has at once; None: all in one round.
-        alike: what blocks in one stack have in common, besides their shape and what travels.
-        fixed: owners that are known before, as members of the ranks that share a tensor.
+        batch_bytes: of whole blocks that an owner holds at once; None: all in one round.
+        alike: what blocks in one stack have in common, besides shape and travel.
+        fixed: owners that are already known, as members of the ranks that share a tensor.
 
-    Making it is local; ``agree`` makes a process group where no mesh has one of all its ranks.
+    The constructor is local; ``agree`` makes a process group for each mesh that has none of all its ranks.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class OwnerExchange:
             _RankExchange(
                 ranks, OwnerPlan(some, len(ranks.ranks), cost, fixed or {}), travels, batch_bytes, alike
             )
-            # In an order that ranks have in common; ranks that are part of others first: see agree.
+            # In the same order on all ranks; subsets of other sets first: see agree.
             for ranks, some in sorted(shared, key=lambda each: (len(each[0].ranks), each[0].ranks))
         ]
 
@@ -189,11 +189,11 @@ class OwnerExchange:
         return [each.ranks for each in self._among]
 
     def axes(self) -> list[Axis]:
-        """What connects this rank with those that share tensors with it."""
+        """The axes that connect this rank with those that share tensors with it."""
         return [axis for each in self._among for axis in each.ranks.axes]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors`` have the forms that it was made for."""
+        """Whether ``tensors`` have the forms that this exchange was made for."""
         return len(tensors) == len(self.forms) and list(map(form_of, tensors)) == self.forms
 
     def agree(
@@ -203,23 +203,23 @@ class OwnerExchange:
         problem: Exception | None = None,
         same: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise on all ranks if there is a problem on any, or if they would not exchange the same blocks.
+        """Raise on all ranks if any has a problem, or if they would not exchange the same blocks.
 
         Args:
             caller: the public function, for messages.
-            active: which tensors are to be treated next, by index.
+            active: indices of the tensors to exchange next.
             problem: what is wrong on this rank.
-            same: what else has to be equal.
+            same: what else must be equal.
 
         Raises:
             ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
 
-        Collective. On a device the host waits, for what is queued there.
+        Collective. On a device the host waits for the queued work.
         """
         chosen = set(active)
         told = {"what to leave out": [name for i, name in enumerate(self.names) if i not in chosen]}
         with monitor_of_job().call(caller, self.axes):
-            for each in self._among:  # what is wrong among some ranks is told to all they share with
+            for each in self._among:  # a problem in one set of ranks is passed on to the next sets
                 try:
                     each.agree(caller, {**told, **(same or {})}, problem)
                 except Exception as error:
@@ -228,10 +228,10 @@ class OwnerExchange:
             raise problem
 
     def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
-        """What each rank that shares tensors with this one has to say, by global rank.
+        """The ``own`` of each rank that shares tensors with this one, by global rank.
 
         Raises:
-            Exception: there is a ``problem`` on any of them.
+            Exception: any of them has a ``problem``.
 
         Collective.
         """
@@ -258,12 +258,12 @@ class OwnerExchange:
         """Apply ``function`` to the blocks of the tensors at the indices ``active``, round by round.
 
         Args:
-            read: called when the first block of a tensor is about to travel.
-            function: called on all ranks in every round, also where they own nothing of it.
+            read: called when the first block of a tensor is about to be sent.
+            function: called on all ranks in every round, even if they own nothing of it.
             write: called once for each block that this rank has a part of.
             active: the same on all ranks; :meth:`agree` checks it.
-            check: called after all rounds, before anything is sent back; it may raise. Results are kept until
-                then, where otherwise those of two rounds live at a time.
+            check: called after all rounds, before anything is sent back; it may raise. All results are kept
+                until then; without it, only those of two rounds.
 
         Collective.
         """
@@ -281,14 +281,14 @@ class OwnerExchange:
         leaving()
 
     def gather(self, read: Read) -> list[Stack]:
-        """What this rank owns of all tensors, where the same ranks share them, in one round. Collective."""
+        """All blocks that this rank owns, in one round, if the same ranks share all tensors. Collective."""
         (among,) = self._among
         wait, stacks = among.send_there(among.only_round, read)
         wait()
         return stacks
 
     def scatter(self, stacks: Sequence[Stack], results: Sequence[Tensor], write: Write) -> None:
-        """Send back what was made of what was gathered. Collective."""
+        """Send back the results for gathered blocks. Collective."""
         (among,) = self._among
         among.send_back(among.only_round, [stack.blocks for stack in stacks], results, write)()
 
@@ -317,7 +317,7 @@ class _RankExchange:
         return block.numel * self._travels[block.key.tensor].there[0].itemsize
 
     def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
-        """Raise on all ranks if there is a problem on any, or if they would not exchange the same."""
+        """Raise on all ranks if any has a problem, or if they would not exchange the same."""
         told = {**same, "the tensors": self._digest}
         run_on_all_ranks(
             self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
@@ -325,7 +325,7 @@ class _RankExchange:
 
     @cached_property
     def _digest(self) -> str:
-        """Differs where the plans of two ranks do."""
+        """Differs between ranks whose plans differ."""
         plan = self.plan
         travels = [(each.there, each.back) for each in map(self._travels.__getitem__, plan.blocks)]
         what = sorted(plan.owners.items()), list(plan.blocks.values()), travels, self._batch_bytes
@@ -336,7 +336,7 @@ class _RankExchange:
     def run(
         self, number: int, read: Read, function: Function, active: Collection[int]
     ) -> Iterator[Callable[[Write], Finish]]:
-        """Compute round after round, and yield for each what sends its results back."""
+        """Compute round after round; yield for each a function that sends its results back."""
         rounds = self._rounds_of(frozenset(active))
         arriving = self.send_there(rounds[0], read) if rounds else None
         for index, current in enumerate(rounds):
@@ -346,7 +346,7 @@ class _RankExchange:
             wait()
             results = function((number, index), stacks)
             blocks = [stack.blocks for stack in stacks]
-            del stacks  # results may have to wait until they are sent back; what they were made of does not
+            del stacks  # results may be kept until all rounds are over; their inputs need not
             yield partial(self.send_back, current, blocks, results)
             del results
 
@@ -391,7 +391,7 @@ class _RankExchange:
         return finish, stacks
 
     def _stacks(self, blocks: Sequence[Block]) -> list[Stack]:
-        """Memory for whole blocks, those that are alike together."""
+        """Memory for whole blocks, alike ones stacked."""
         alike: dict[Any, list[Block]] = {}
         for block in blocks:
             alike.setdefault((block.shape, self._travels[block.key.tensor], self._alike(block)), []).append(
@@ -411,7 +411,7 @@ class _RankExchange:
     def send_back(
         self, current: Round, blocks: Sequence[Sequence[Block]], results: Sequence[Tensor], write: Write
     ) -> Finish:
-        """Send results to the ranks that have parts of them; what comes back is written at the end."""
+        """Send results to the ranks that have parts of them; the wait writes what is received."""
         result_of = {
             block.key: view
             for some, result in zip(blocks, results, strict=True)
@@ -448,7 +448,7 @@ class _RankExchange:
         return (self._travels[piece.block.key.tensor].back,)
 
     def _of_others(self, pieces: Pieces) -> list[BlockPiece]:
-        """The pieces that travel, in the order in which they are packed."""
+        """The pieces that are sent, in the order of packing."""
         return [piece for member, some in enumerate(pieces) if member != self.own for piece in some]
 
     def _exchanged(
@@ -458,7 +458,7 @@ class _RankExchange:
         values: Callable[[BlockPiece], Sequence[Tensor]],
         dtypes: "_Dtypes",
     ) -> tuple[list[Tensor], Finish]:
-        """Start an exchange with the other ranks; what was received is complete once it was waited for."""
+        """Start an exchange with the other ranks; received pieces are complete after the wait."""
 
         def forms(pieces: Sequence[BlockPiece]) -> list[Form]:
             return [(piece.shape, dtype) for piece in pieces for dtype in dtypes(piece)]
@@ -480,7 +480,7 @@ class _RankExchange:
         def finish() -> None:
             nonlocal send
             wait()
-            del send  # it had to live as long
+            del send  # alive until here: the exchange reads it
 
         return views_in(received, forms(self._of_others(expected))), finish
 
@@ -505,7 +505,7 @@ class _ReadOnce:
 
 
 _Dtypes = Callable[[BlockPiece], Sequence[torch.dtype]]
-"""Of what travels of a piece."""
+"""Dtypes of what is sent of a piece."""
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -517,24 +517,24 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def form_of(tensor: Tensor) -> Any:
-    """What owners and pieces depend on."""
+    """The properties that determine owners and pieces."""
     if isinstance(tensor, DTensor):
         return tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh
     return tuple(tensor.shape), tensor.device, None
 
 
 def known_name(tensor: Any) -> str:
-    """The name that ``fully_shard`` has given a parameter; "" where there is none."""
+    """The name that ``fully_shard`` has given a parameter; "" if none."""
     return (name_of_replaced(tensor) if isinstance(tensor, torch.nn.Parameter) else None) or ""
 
 
 def names_in(group: Mapping[str, Any]) -> list[str]:
-    """Of the parameters of a group; "" where nothing is known."""
+    """The names of the parameters of a group; "" if unknown."""
     return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the parameters of all groups."""
+    """The names of the parameters of all groups."""
     return [
         name or f"parameter {place} of group {index}"
         for index, group in enumerate(groups)
@@ -543,10 +543,10 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_divisible(tensor: Tensor, name: str) -> None:
-    """Refuse ``tensor`` if blocks of it cannot be put together.
+    """Refuse ``tensor`` if its blocks cannot be assembled.
 
     Raises:
-        ValueError: naming it ``name``.
+        ValueError: with ``name``.
     """
     local = dtensor.plain(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter):
@@ -569,10 +569,10 @@ def check_divisible(tensor: Tensor, name: str) -> None:
 
 
 def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
-    """This rank's part of the gradient, as the parameter is placed.
+    """This rank's part of the gradient, placed as the parameter is.
 
     Raises:
-        TypeError: nothing says what that is; ``why`` it must, of a sparse one.
+        TypeError: the placement is unknown, or the gradient is sparse, which ``why`` excludes.
     """
     gradient = param.grad
     assert gradient is not None
@@ -591,7 +591,7 @@ def placed_gradient(param: DTensor, name: str) -> DTensor:
     """The gradient of a sharded parameter, placed as the parameter is.
 
     Raises:
-        TypeError: it is no DTensor; names the parameter.
+        TypeError: it is not a DTensor; with the parameter's name.
     """
     gradient = param.grad
     if not isinstance(gradient, DTensor):

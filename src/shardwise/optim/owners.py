@@ -1,10 +1,10 @@
-"""Who owns which block of sharded tensors, and what ranks send each other so that owners have blocks whole.
+"""Which rank owns which block of sharded tensors, and what ranks send so that owners have whole blocks.
 
-Arithmetic on shapes only: no tensors, no process groups. Ranks are counted as members of those that share
-the tensors.
+Arithmetic on shapes only: no tensors, no process groups. A rank is a member of the set of ranks that share
+the tensors, and is counted in that set.
 
-A block is what one member treats by itself: a tensor, or one of the matrices in it. Four members, two blocks
-A and B of 8 rows, sharded by rows:
+A block is the unit that one member processes: a tensor, or one of the matrices in it. Four members, two
+blocks A and B of 8 rows, sharded by rows:
 
     member        0      1      2      3
     has           A01    A23    A45    A67     and the same of B
@@ -13,11 +13,11 @@ A and B of 8 rows, sharded by rows:
     there         1, 2, 3 send rows of A to 0;   0, 2, 3 send rows of B to 1
     back          0 sends each its rows of A;    1 sends each its rows of B
 
-Owners are chosen for all blocks at once, the costliest first, each for the member with the least to do so
+Owners are chosen for all blocks at once, the costliest first, each for the member with the least work so
 far (longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969). A block that
-some members have whole is owned by one of them, so that it need not travel there: experts that are sharded by
-the expert, replicated tensors. Where members hold copies of each other's parts (replicas), all may be owners;
-an owner is sent the parts by its own copy, and sends the results to all.
+some members have whole is owned by one of them, so that it need not be sent: experts that are sharded by
+expert, replicated tensors. Where members hold copies of each other's parts (replicas), all may be owners;
+an owner receives the parts from its own copy, and sends the results to all.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from shardwise.layout.regions import Region, Split
 
 MIN_ROUNDS = 4
-"""In how many rounds blocks travel at least, so that most do beside computation."""
+"""The smallest number of rounds, so that computation hides most of the communication."""
 
 BlockCost = Callable[["Block"], float]
 """What a block costs its owner, in any unit."""
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of as many dims as the tensor."""
+        """With as many dims as the tensor."""
         return self.region.sizes
 
     @property
@@ -71,7 +71,7 @@ class Placed:
 
 
 class BlockPiece(NamedTuple):
-    """The part of a block that one member has: where it lies in the block, and in the member's shard."""
+    """A member's part of a block: where it lies in the block, and in the member's shard."""
 
     block: Block
     in_block: tuple[slice, ...]
@@ -85,8 +85,8 @@ Pieces = list[list[BlockPiece]]
 
 @dataclass(frozen=True)
 class Round:
-    """What one member does in one round. ``there`` and ``back`` are what it sends to each member and what it
-    receives from each, itself included; both ends have the pieces in the same order."""
+    """What one member does in one round. ``there`` and ``back`` are the pieces that it sends to each member
+    and receives from each, itself included; both ends have them in the same order."""
 
     owned: tuple[Block, ...]
     sent_there: Pieces
@@ -104,7 +104,7 @@ class OwnerPlan:
         tensors: by index. The same on all members.
         world: the number of members.
         cost: of a block.
-        fixed: owners that are known before.
+        fixed: owners that are already known.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class OwnerPlan:
         loads = [0.0] * self.world
         for key, owner in owners.items():
             loads[owner] += costs[key]
-        # Blocks that may have few owners first among equals; then in the order of the tensors.
+        # Among equals, blocks with few possible owners first; then in the order of the tensors.
         order = sorted(everything, key=lambda b: (-costs[b.key], len(self.holders(b)) or self.world, b.key))
         for block in order:
             if block.key in owners:
@@ -139,7 +139,7 @@ class OwnerPlan:
         return owners
 
     def region(self, tensor: int, member: int) -> Region:
-        """What ``member`` has of a tensor."""
+        """The region of a tensor that ``member`` has."""
         placed = self._tensors[tensor]
         key = (placed.split, placed.coordinates[member])
         found = self._regions.get(key)
@@ -148,7 +148,7 @@ class OwnerPlan:
         return found
 
     def holders(self, block: Block) -> list[int]:
-        """The members that have all of it."""
+        """The members that have the whole block."""
         tensor = block.key.tensor
         placed = self._tensors[tensor]
         key = (placed.split, id(placed.coordinates), block.region)
@@ -163,10 +163,10 @@ class OwnerPlan:
     # --- rounds -----------------------------------------------------------------------------------
 
     def owned_in_rounds(self, size: Callable[[Block], int], limit: int | None) -> list[list[Sequence[Block]]]:
-        """What each member owns in each round, the same whatever travels.
+        """The blocks that each member owns in each round, whichever tensors are active.
 
-        ``size`` of a block and ``limit``, what an owner may have in one round unless one block is larger, are
-        in one unit; without a limit there is one round.
+        ``limit`` bounds the total ``size`` of an owner's blocks in one round, unless one block is larger.
+        Without a limit there is one round.
         """
         owned: list[list[Block]] = [[] for _ in range(self.world)]
         for blocks in self.blocks.values():
@@ -183,7 +183,7 @@ class OwnerPlan:
         return [[p[i] if i < len(p) else () for p in parts] for i in range(count)]
 
     def round(self, owned: Sequence[Sequence[Block]], active: Collection[int], own: int) -> Round:
-        """What member ``own`` does in a round, in which the tensors ``active`` travel."""
+        """What member ``own`` does in a round for the tensors ``active``."""
         owned = [[block for block in each if block.key.tensor in active] for each in owned]
         members = range(self.world)
         travels_there = any(block.numel and not self.holders(block) for blocks in owned for block in blocks)
@@ -198,11 +198,11 @@ class OwnerPlan:
         )
 
     def _is_shared(self, block: Block) -> bool:
-        """Whether any other member than the owner has some of it."""
+        """Whether a member other than the owner has a part of it."""
         return self.holders(block) != [self.owners[block.key]] and bool(block.numel)
 
     def _pieces(self, blocks: Sequence[Block], owner: int | None, member: int) -> list[BlockPiece]:
-        """What ``member`` has of ``blocks``; with ``owner``, what it sends there."""
+        """The pieces of ``blocks`` that ``member`` has; with ``owner``, those that it sends there."""
         found = []
         for block in blocks:
             if owner is not None and not self._is_source(block.key.tensor, owner, member):
@@ -215,7 +215,7 @@ class OwnerPlan:
         return found
 
     def _is_source(self, tensor: int, owner: int, member: int) -> bool:
-        """Whether ``member`` is of the same copy as ``owner``: each copy serves its own owners."""
+        """Whether ``member`` belongs to the copy of ``owner``: each copy serves its own owners."""
         placed = self._tensors[tensor]
         theirs, mine = placed.coordinates[owner], placed.coordinates[member]
         cut = placed.split.mesh_dims

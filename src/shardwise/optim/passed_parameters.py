@@ -1,7 +1,7 @@
-"""Whether all ranks have passed the same parameters, told by one number in an all-reduce that is sent anyway.
+"""Checks that all ranks pass the same parameters, by one number in an all-reduce that is sent anyway.
 
-The number is a sum over the names of the DTensors on a mesh: their order may differ by rank, and nobody is
-compared with ranks that are not on the mesh.
+The number is a sum over the names of the DTensors on a mesh: their order may differ by rank, and only ranks
+on the mesh are compared.
 
     over dp, rank 0   passes a.weight, b.weight    number("a.weight") + number("b.weight")
              rank 1   passes b.weight              number("b.weight"): both ranks raise
@@ -25,8 +25,8 @@ from shardwise.torch_compat import c10d
 _RANGE = 2**52
 """float64 holds all integers up to twice that."""
 
-# Numbers that all ranks of a process group have sent. Where reading waits for a device, a rank reads only if
-# its own number is new.
+# Numbers that all ranks of a process group have sent. Where reading would wait for a device, a rank reads
+# only if its own number is new.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[int]]" = WeakKeyDictionary()
 
 
@@ -42,7 +42,7 @@ class PassedParameters:
         self._names.setdefault(mesh, []).extend(names)
 
     def along(self, pg: dist.ProcessGroup, others: int, is_on_host: bool) -> "PassedAlong":
-        """Those that live on all ranks of ``pg``, a dimension of their meshes, beside ``others`` kinds."""
+        """Those on all ranks of ``pg``, a dimension of their meshes, besides ``others`` kinds."""
         names = ["plain parameters or some on other meshes"] * others
         for mesh, those in self._names.items():
             if any(group.group_name == pg.group_name for group in mesh.get_all_groups()):
@@ -51,7 +51,7 @@ class PassedParameters:
 
 
 class PassedAlong:
-    """The names of parameters that live on all ranks of a process group, to be compared among them."""
+    """The names of parameters on all ranks of a process group, to be compared among them."""
 
     def __init__(self, caller: str, pg: dist.ProcessGroup, names: Sequence[str], is_on_host: bool) -> None:
         self._caller = caller
@@ -62,15 +62,15 @@ class PassedAlong:
 
     @property
     def number(self) -> int:
-        """What to send; negative if this rank will not read what others send."""
+        """The number to send; negative if this rank will not read the others'."""
         return self._own if self._reads else -self._own
 
     def compare(self, numbers: Tensor) -> None:
         """Compare the ``numbers`` of all ranks.
 
         Raises:
-            ValueError: ranks have passed different parameters. Every rank that reads raises: on a device, not
-                those that pass what all have passed before. They learn of it in their next wait.
+            ValueError: ranks have passed different parameters. Every rank that reads raises. On a device,
+                ranks that pass what all have passed before do not read, and raise in their next wait.
         """
         if not self._reads:
             return
@@ -86,7 +86,7 @@ class PassedAlong:
 
     def _difference(self, numbers: Sequence[int]) -> str:
         ranks = c10d.ranks_of(self._pg)
-        if min(numbers) < 0:  # not all ranks come here to tell their names
+        if min(numbers) < 0:  # not all ranks come here to send their names
             others = [str(r) for r, number in zip(ranks, numbers, strict=True) if abs(number) != self._own]
             return f"this rank {len(self._names)} ({listed(self._names, 4)}), rank {listed(others)} others"
         everyone: list[Any] = [None] * len(ranks)

@@ -1,6 +1,6 @@
-"""A function of whole matrices, applied once to each of them, on tensors that are sharded.
+"""A function of whole matrices, applied once to each, on sharded tensors.
 
-Who has to do with which matrix is in owners.py, and how matrices travel in owner_exchange.py.
+owners.py decides which rank owns which matrix, and owner_exchange.py sends matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,10 @@ from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor
 
 Cost = Callable[[int, int], float]
-"""What a matrix of so many rows and columns costs its owner, in any unit."""
+"""The cost of a matrix to its owner, from its rows and columns, in any unit."""
 
 MatrixFunction = Callable[[Tensor, list[BlockKey]], Tensor]
-"""Takes matrices of one shape, ``[count, rows, columns]``, and their keys; returns as many of that shape."""
+"""Takes matrices, ``[count, rows, columns]``, and their keys; returns a tensor of the same shape."""
 
 
 def on_whole_matrices(
@@ -46,14 +46,14 @@ def on_whole_matrices(
 ) -> list[Tensor]:
     """Apply ``function`` to the whole matrices of sharded tensors, each on one rank, and shard the results.
 
-    For optimizers that look at whole matrices. Each matrix is put together on one of the ranks that share it,
-    its owner; ``function`` is called there, and its result sent back as the tensor is sharded.
+    For optimizers that need whole matrices. Each matrix is assembled on its owner, one of the ranks that
+    share it. The owner calls ``function``, and sends the result back, sharded as the tensor is.
     :class:`WholeMatrices` makes the plan for this once, for many calls.
 
     Args:
         tensors: with 2 dims, or 3 for a stack of matrices; sharded, replicated or plain.
         function: called with matrices of one shape, ``[count, rows, columns]``, and their keys, ``(index in
-            tensors, index of the matrix in that tensor)``. Returns as many of that shape.
+            tensors, index of the matrix in that tensor)``. Returns a tensor of the same shape.
         row_blocks: as for :class:`WholeMatrices`.
         dtype: as for :class:`WholeMatrices`.
         cost: as for :class:`WholeMatrices`.
@@ -63,7 +63,7 @@ def on_whole_matrices(
         New tensors, placed as ``tensors`` are, in their dtypes.
 
     Raises:
-        ValueError: a tensor cannot be put together, by name, or ranks have different tensors.
+        ValueError: a named tensor cannot be assembled, or ranks have different tensors.
 
     Collective over the ranks that share the tensors, with the same tensors in the same order.
 
@@ -80,31 +80,31 @@ def on_whole_matrices(
 
 
 class WholeMatrices:
-    """The plan by which functions are applied to whole matrices of tensors that are sharded alike each time.
+    """A plan to apply functions to whole matrices, for tensors that are sharded alike in every call.
 
     Args:
-        tensors: with 2 dims, or 3 for a stack of matrices. DTensors on any meshes with any placements but
-            partial ones, or plain tensors, which each rank treats by itself. Only their shapes, placements
-            and devices matter, so that parameters may stand for their gradients.
-        row_blocks: for tensors in which several matrices are fused along the last dim but one, by index: the
-            rows of each.
-        dtype: in which matrices travel and are computed; None: that of the first tensor.
-        cost: of a matrix of so many rows and columns, to balance owners by; None: rows times columns times
-            the smaller of the two, as products of matrices cost.
-        batch_bytes: of whole matrices that an owner has at once, unless one matrix is larger. Buffers take
-            up to six times as much, and what the function needs comes on top.
-        names: of the tensors, for messages.
+        tensors: with 2 dims, or 3 for a stack of matrices. DTensors on any meshes with any placements except
+            partial ones, or plain tensors, which each rank processes alone. Only their shapes, placements
+            and devices matter, so parameters may stand in for their gradients.
+        row_blocks: for tensors in which several matrices are fused along the second-to-last dim, by index:
+            the rows of each.
+        dtype: dtype in which matrices are sent and computed; None: that of the first tensor.
+        cost: the cost of a matrix from its rows and columns, to balance owners by; None: rows times columns
+            times the smaller of the two, the cost of a matrix product.
+        batch_bytes: bytes of whole matrices that an owner holds at once, unless one matrix is larger. Buffers
+            take up to six times as much, and the function's own memory comes on top.
+        names: names of the tensors, for messages.
 
     Raises:
-        ValueError: a tensor cannot be put together, by name.
+        ValueError: a named tensor cannot be assembled.
 
-    A key, ``(index in tensors, index of the matrix in that tensor)``, has the same owner at every call: a
-    function may keep state by key in a dict. Making the plan is local; the first call makes a process group
-    where no mesh has one of all its ranks.
+    A key, ``(index in tensors, index of the matrix in that tensor)``, has the same owner in every call, so a
+    function may keep state by key in a dict. The constructor is local; the first call makes a process group
+    for each mesh that has none of all its ranks.
 
     Costs, for a world of W: 1/W of the work on each rank, and an exchange of at most 2 (W - 1) / W of the
     bytes of all matrices, over all ranks together. A matrix that a rank has whole, such as one of a stack
-    that is sharded on dim 0, stays there. Replicas share the work, and results are sent to all of them.
+    sharded on dim 0, stays there. Replicas share the work, and results are sent to all of them.
 
     Example::
 
@@ -151,13 +151,13 @@ class WholeMatrices:
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], function: MatrixFunction) -> list[Tensor]:
-        """Apply ``function`` to the matrices of ``tensors``, placed as those that the plan was made of.
+        """Apply ``function`` to the matrices of ``tensors``, placed like those of the plan.
 
         Returns:
             New tensors, placed as ``tensors`` are, in their dtypes.
 
         Raises:
-            ValueError: tensors have other forms than in the plan, or ranks have different ones.
+            ValueError: the forms of tensors differ from the plan, or between ranks.
 
         Collective, with the same tensors in the same order.
         """
@@ -235,14 +235,14 @@ def _form_text(form: tuple[Any, ...]) -> str:
     return f"shape {shape}" + ("" if mesh is None else f", placements {place} on {mesh}")
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_matrix(tensor: Tensor, name: str) -> None:
-    """Refuse ``tensor`` if whole matrices of it cannot be put together.
+    """Refuse ``tensor`` if its matrices cannot be assembled.
 
     Raises:
-        ValueError: naming it ``name``.
+        ValueError: with ``name``.
     """
     if tensor.dim() not in (2, 3):
         raise ValueError(
@@ -255,7 +255,7 @@ def check_matrix(tensor: Tensor, name: str) -> None:
 
 
 def checked_blocks(tensor: Tensor, name: str, given: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The rows of each of the matrices that are fused in ``tensor``, if ``given``.
+    """The rows of each matrix fused in ``tensor``, if ``given``.
 
     Raises:
         ValueError: they do not add up to its rows.

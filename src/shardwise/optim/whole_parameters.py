@@ -1,8 +1,8 @@
 """Any optimizer class on sharded parameters: each parameter is stepped whole, by the rank that owns it.
 
-In a step gradients and parameters travel to their owners, round by round; there an instance of the class
-steps plain tensors, and rows of the new values travel back (owner_exchange.py). Between steps an owner has
-the state of what it owns, and nothing else:
+In a step, gradients and parameters are sent to their owners, round by round. There an instance of the class
+steps plain tensors, and rows of the new values are sent back (owner_exchange.py). Between steps, owners hold
+only the state of their parameters:
 
     rank        0                          1
     owns        A, C                       B, D
@@ -10,10 +10,10 @@ the state of what it owns, and nothing else:
     round 1     class([C]).step()          class([D]).step()        A, B are on their way back
     state       of A, C                    of B, D
 
-There is an instance for the parameters of a round, with param groups of its own. They get the hyperparameters
-of the caller's groups before a step, and what the class has changed in them, such as a count of steps, goes
-back to the caller's. Instances that change them differently have looked at more than one parameter. That is
-found before anything is written, but in a step after one that has changed nothing.
+Each round has an instance for its parameters, with separate param groups. They get the hyperparameters of the
+caller's groups before a step, and what the class changes in them, such as a count of steps, is copied back to
+the caller's. If instances change them differently, the class computes something over several parameters.
+This is detected before anything is written, except in a step after one that changed nothing.
 """
 
 import inspect
@@ -57,7 +57,7 @@ from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 Optimizer = torch.optim.Optimizer
 ParameterCost = Callable[[tuple[int, ...]], float]
 Changes = dict[int, dict[str, Any]]
-"""What a step has changed in param groups, by their numbers; a number for each group that was stepped."""
+"""The changes of a step to param groups, by group number; a key for each group that was stepped."""
 
 STEP = "WholeParameters.step"
 
@@ -68,43 +68,43 @@ _stepped_by: "WeakKeyDictionary[Param, weakref.ref[WholeParameters]]" = WeakKeyD
 class WholeParameters(Optimizer):
     """Runs any optimizer class unchanged, on whole parameters: each is stepped by one rank, its owner.
 
-    For classes that look at more than one element of a parameter (Shampoo, SOAP, Adafactor, LAMB), and for
-    all that DTensors do not suit. To the rest of the program it is an optimizer with the caller's param
-    groups: schedulers, gradient scalers, clipping and checkpoints work with it. A class that treats each
-    element by itself is faster in a :class:`FlatOptimizer`.
+    For classes that need more than one element of a parameter (Shampoo, SOAP, Adafactor, LAMB), and for
+    those that do not support DTensors. Schedulers, gradient scalers, clipping and checkpoints see an
+    optimizer with the caller's param groups, and work with it. An elementwise class is faster in a
+    :class:`FlatOptimizer`.
 
     Args:
         optimizer_class: a subclass of ``torch.optim.Optimizer``.
         params: parameters, named parameters, or param groups, as for the class. DTensors with any placements
-            but partial ones, on any meshes; plain ones are stepped by each rank by itself.
+            except partial ones, on any meshes; each rank steps plain ones alone.
         single_owner: one rank owns all parameters, in one instance. For classes that compute something over
             all parameters (Prodigy, a norm of all gradients) or call a closure themselves (LBFGS). Neither
             memory nor work is divided then.
-        cost: of a parameter of this shape, to balance owners by; None: its number of elements.
-        batch_bytes: of whole parameters that an owner has at once, in a round, unless one is larger.
-        options: of the class.
+        cost: cost of a parameter from its shape, to balance owners by; None: its number of elements.
+        batch_bytes: bytes of whole parameters that an owner holds at once, unless one is larger.
+        options: options of the class.
 
     Raises:
-        TypeError: ``optimizer_class`` is something else; or what the class raises for its options.
-        ValueError: a parameter cannot be put together, by name; the class needs ``single_owner``; ranks pass
+        TypeError: ``optimizer_class`` is not one; or what the class raises for its options.
+        ValueError: a named parameter cannot be assembled; the class needs ``single_owner``; ranks pass
             different classes, options or parameters. All ranks raise.
 
-    Collective over the ranks that share parameters, as are ``add_param_group`` and ``step``, in which the
-    host waits once for a device. A step raises on all ranks where some have a gradient that others lack;
-    where the class raises in the first step, no parameter has changed. Random numbers, if the class draws
-    any, are drawn by each instance. A parameter without gradient stays as it is, whatever the class does
-    with such; and what instances keep in attributes begins anew with ``add_param_group`` and
-    ``load_state_dict``, as it does for any optimizer that is loaded.
+    The constructor, ``add_param_group`` and ``step`` are collective over the ranks that share parameters; in
+    each the host waits once for a device. A step raises on all ranks if some have a gradient that others
+    lack; if the class raises in the first step, no parameter has changed. Each instance draws its random
+    numbers, if any. A parameter without gradient never changes, even if the class would change it.
+    ``add_param_group`` and ``load_state_dict`` reset what instances keep in attributes, as loading does for
+    any optimizer.
 
-    ``state`` and ``state_dict()`` have what this rank owns, as plain full tensors; ``load_state_dict`` keeps
-    what it owns of what it is given, so that the state of the plain class in one process may be loaded on
-    all ranks. Who owns what may differ from one run to the next: ``save_checkpoint`` and
-    ``full_state_dict`` have all of it by name.
+    ``state`` and ``state_dict()`` contain what this rank owns, as plain full tensors. ``load_state_dict``
+    keeps only what this rank owns, so all ranks may load the state of the plain class in one process. Owners
+    may differ from one run to the next: ``save_checkpoint`` and ``full_state_dict`` have the whole state by
+    name.
 
-    Costs, on W ranks: 1/W of the computation and of the state; a parameter and its gradient travel to the
+    Costs, on W ranks: 1/W of the computation and of the state; a parameter and its gradient are sent to the
     owner, and the parameter back: at most 3 (W - 1) / W of their bytes, over all ranks together; in memory
-    some six times ``batch_bytes`` during a step. A class that changes its param groups in a step (counts of
-    steps) has new values of all that a rank owns, 1/W of the parameters, until the end of the step.
+    some six times ``batch_bytes`` during a step. If the class changes its param groups in a step (counts of
+    steps), new values of all that a rank owns, 1/W of the parameters, live until the end of the step.
 
     Example::
 
@@ -135,7 +135,7 @@ class WholeParameters(Optimizer):
         self._cost = cost
         self._batch_bytes = batch_bytes
         self._owner_of: dict[Tensor, int] = {}
-        self._grad_dtypes: dict[Tensor, torch.dtype] = {}  # where they are not those of parameters
+        self._grad_dtypes: dict[Tensor, torch.dtype] = {}  # where they differ from the parameters'
         self._forget_plan()
         self._is_made = False
         super().__init__(params, {})
@@ -146,7 +146,7 @@ class WholeParameters(Optimizer):
     # --- param groups -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group. Parameters that were there keep their owners. Collective."""
+        """Add a param group. Earlier parameters keep their owners. Collective."""
         super().add_param_group(param_group)
         if not self._is_made:
             return
@@ -159,7 +159,7 @@ class WholeParameters(Optimizer):
             raise
 
     def _complete_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Add what the class puts into its groups, and have it check their options."""
+        """Add the class's defaults to groups, and have it check their options."""
         completed = _stand_in(self.optimizer_class, groups, self._options)
         if not self._single_owner and _looks_across(
             self.optimizer_class, completed.param_groups, self._options
@@ -182,7 +182,7 @@ class WholeParameters(Optimizer):
         return self._index.get(param) in self._owned
 
     def _made(self) -> OwnerExchange:
-        """The exchange for the parameters, and the dtypes of gradients, as they are."""
+        """The exchange for the current parameters and dtypes of gradients."""
         params = [param for group in self.param_groups for param in group["params"]]
         others = {
             p: p.grad.dtype for p in params if p.grad is not None and p.grad.dtype != self._grad_dtype(p)
@@ -221,7 +221,7 @@ class WholeParameters(Optimizer):
             ],
             cost=lambda block: float(block.numel) if cost is None else cost(block.shape),
             batch_bytes=None if self._single_owner else self._batch_bytes,
-            alike=lambda block: block.key,  # memory of its own, aligned as that of any parameter
+            alike=lambda block: block.key,  # separate memory, aligned like any parameter's
             fixed=fixed,
         )
         if self._single_owner and len(made.sharing) > 1:
@@ -262,13 +262,13 @@ class WholeParameters(Optimizer):
     # --- state ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: all but the plan and its instances."""
+        """The pickled and copied state: all except the plan and its instances."""
         kept = ("optimizer_class", "_options", "_single_owner", "_cost", "_batch_bytes", "_is_made")
         owners = [self._owner_of[param] for param in self._params]
         return super().__getstate__() | {key: vars(self)[key] for key in kept} | {"owners": owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on with another state: loaded, or unpickled."""
+        """Continue with a loaded or unpickled state."""
         others = dict(state)
         owners = others.pop("owners", None)
         for param, values in others.get("state", {}).items():
@@ -297,15 +297,15 @@ class WholeParameters(Optimizer):
         """Perform a single optimization step. Collective over the ranks that share parameters.
 
         Args:
-            closure: computes the loss anew, with gradients, and returns it. The class itself calls it with
-                ``single_owner``, as often as it likes, and gets the mean of the losses of all ranks;
-                otherwise it is called once, before the step.
+            closure: recomputes the loss, with gradients, and returns it. With ``single_owner`` the class
+                calls it, as often as it likes, and gets the mean of the losses of all ranks; otherwise it
+                is called once, before the step.
 
         Raises:
-            TypeError: a gradient is not placed as its parameter can be; by name. All ranks raise.
+            TypeError: the named parameter has a gradient with an impossible placement. All ranks raise.
             ValueError: ranks disagree on which parameters have gradients; or the class has computed
-                something over all parameters. All ranks raise, and no parameter has changed, but where it is
-                the first such step after one in which param groups stayed as they were.
+                something over all parameters. All ranks raise. No parameter has changed, except in the
+                latter case in the first such step after one that left param groups unchanged.
         """
         if closure is not None and self._single_owner:
             return self._step_with_closure(closure)
@@ -368,7 +368,7 @@ class WholeParameters(Optimizer):
         self._is_first_step = False
 
     def _step_round(self, key: RoundKey, wholes: "Wholes") -> Changes:
-        """Step what this rank owns of a round."""
+        """Step this rank's parameters of a round."""
         if key not in self._instances:
             if not wholes:
                 return {}
@@ -398,7 +398,7 @@ class WholeParameters(Optimizer):
         self._waits_for_changes = self._single_owner or any(changes.values())
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """The owner of all runs the step of the class; the others evaluate with it, until it is over."""
+        """The owner of all parameters runs the class's step; the others evaluate with it until it ends."""
         exchange = self._made()
         exchange.agree(STEP, range(len(self._params)))
         with monitor_of_job().call(STEP, exchange.axes):
@@ -418,15 +418,15 @@ class WholeParameters(Optimizer):
 
 
 class _Instance:
-    """An instance of the class, over what this rank owns in one round.
+    """An instance of the class, over this rank's parameters of one round.
 
     Args:
         make: the class, with its options.
         by_group: the indices of parameters, by param group.
-        wholes: the parameters.
-        params: of the caller, by index.
-        groups: of the caller.
-        state: by the parameters of the caller; gets what the instance has from the beginning.
+        wholes: the whole parameters.
+        params: the caller's parameters, by index.
+        groups: the caller's param groups.
+        state: by the caller's parameters; gets the instance's initial state.
         beside: state under other keys.
     """
 
@@ -448,7 +448,7 @@ class _Instance:
             for index, (values, _) in wholes.items()
         }
         for index, own in self._own.items():
-            vars(own).update(vars(params[index]))  # what the caller says of it to the class
+            vars(own).update(vars(params[index]))  # attributes that the caller has set for the class
         self._optimizer = make(
             [
                 _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
@@ -462,7 +462,7 @@ class _Instance:
                 state.setdefault(params[index], self._optimizer.state[own])
 
     def take(self, wholes: "Wholes", groups: Sequence[dict[str, Any]], state: Any) -> None:
-        """Take values and gradients of parameters, hyperparameters and state for a step."""
+        """Take the parameters' values and gradients, the hyperparameters and the state for a step."""
         for index, (values, gradient) in wholes.items():
             own = self._own[index]
             own.data = values
@@ -478,12 +478,12 @@ class _Instance:
                 own_state[self._own[index]] = state[param]
 
     def set_gradients(self, wholes: "Wholes") -> None:
-        """Go on in a step with other gradients."""
+        """Continue a step with new gradients."""
         for index, (_, gradient) in wholes.items():
             self._own[index].grad = gradient
 
     def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
-        """Step; returns what the class has changed in its param groups."""
+        """Step; return the class's changes to its param groups."""
         own_groups = self._optimizer.param_groups
         params = [list(group["params"]) for group in own_groups]
         self.loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
@@ -502,13 +502,13 @@ class _Instance:
         }
 
     def leave_values(self, wholes: "Wholes") -> None:
-        """Have the values of parameters where they were taken from: a class may have moved them."""
+        """Copy values back to where they were taken from, if the class has moved them."""
         for index, (values, _) in wholes.items():
             if self._own[index].data_ptr() != values.data_ptr():
                 values.copy_(self._own[index])
 
     def give(self, wholes: "Wholes", state: Any) -> None:
-        """Leave values where they were taken from, and the state; keep nothing else."""
+        """Give back values and state; keep no tensors."""
         self.leave_values(wholes)
         for index, own in self._own.items():
             own.grad = None
@@ -519,10 +519,10 @@ class _Instance:
 
 
 class _Shards:
-    """This rank's parts of parameters, and of the gradients that there are now.
+    """This rank's parts of parameters and of their current gradients.
 
     Raises:
-        TypeError: a gradient is not placed as its parameter can be, by name.
+        TypeError: the named parameter has a gradient with an impossible placement.
     """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -534,21 +534,21 @@ class _Shards:
         }
 
     def read(self, index: int) -> Sequence[Tensor]:
-        """What travels to the owner."""
+        """The tensors to send to the owner."""
         gradient = self.gradients.get(index)
         return self._locals[index], torch.zeros_like(self._locals[index]) if gradient is None else gradient
 
     def write(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
-        """Take what comes back of parameters with gradients."""
+        """Write received values, only of parameters with gradients."""
         if block.key.tensor in self.gradients:
             self.write_any(block, index, values)
 
     def write_any(self, block: Block, index: tuple[slice, ...], values: Tensor) -> None:
-        """Take what comes back."""
+        """Write received values."""
         self._locals[block.key.tensor][index].copy_(values)
 
     def wholes(self, stacks: Sequence[Stack]) -> "Wholes":
-        """What the owner has got."""
+        """What the owner has received."""
         return {
             stack.blocks[0].key.tensor: (
                 stack.tensors[0][0],
@@ -559,7 +559,7 @@ class _Shards:
 
 
 Wholes = dict[int, tuple[Tensor, Tensor | None]]
-"""Parameters, and gradients where there are any, by index."""
+"""Parameters with their gradients, if any, by index."""
 
 
 class _SharedClosure:
@@ -580,13 +580,13 @@ class _SharedClosure:
         self._is_evaluating = False
 
     def gather(self) -> Wholes:
-        """Parameters and gradients as they are; on other ranks than the owner nothing."""
+        """The current parameters and gradients on the owner; nothing on other ranks."""
         self._shards = self._make_shards()
         self._stacks = self._exchange.gather(self._shards.read)
         return self._shards.wholes(self._stacks)
 
     def step(self, instance: _Instance, wholes: Wholes, groups: Sequence[dict[str, Any]], state: Any) -> Any:
-        """On the owner: step. Returns the loss and what has changed in param groups, or an error."""
+        """On the owner: step. Returns the loss and the changes to param groups, or an error."""
         outcome: Any
         told: Any
         stacks = self._stacks
@@ -605,7 +605,7 @@ class _SharedClosure:
             changes = instance.step(groups, evaluate)
             outcome = told = instance.loss, changes
         except Exception as error:
-            if self._is_evaluating:  # the others are not where they would hear of it
+            if self._is_evaluating:  # the other ranks are not waiting for the outcome
                 raise
             outcome = error
             told = RuntimeError(f"{STEP}: on the owner of all: {type(error).__name__}: {error}")
@@ -615,7 +615,7 @@ class _SharedClosure:
         return outcome
 
     def evaluate_with_owner(self) -> Any:
-        """On the others: until the owner has made its step. Returns its outcome."""
+        """On the other ranks: evaluate until the owner's step ends. Returns its outcome."""
         while True:
             outcome = self._tell(None, [])
             if outcome is not None:
@@ -624,13 +624,13 @@ class _SharedClosure:
             self.gather()
 
     def _tell(self, outcome: Any, stacks: list[Stack]) -> Any:
-        """Have all ranks know the outcome, None before the end, and the values of parameters."""
+        """Send all ranks the outcome, None before the end, and the values of parameters."""
         told = self._rank_group.broadcast_object(outcome, 0)
         self._exchange.scatter(stacks, [stack.tensors[0] for stack in stacks], self._shards.write_any)
         return told
 
     def _evaluated(self) -> Any:
-        """The loss; the mean over ranks where it is a number in a tensor."""
+        """The loss; the mean over ranks if it is a tensor of one element."""
         with torch.enable_grad():
             loss = self._closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -645,7 +645,7 @@ class _SharedClosure:
 
 
 def _beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a class keeps in its state under other keys: each instance has its own."""
+    """The class's state under other keys, which each instance keeps separately."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
@@ -654,7 +654,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) -> None:
-    """Add the changes of another instance, or of other ones.
+    """Add the changes of other instances.
 
     Raises:
         ValueError: they differ.
@@ -680,9 +680,9 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _stand_in(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> Optimizer:
-    """An instance over parameters without memory: it has the groups that the class makes, and checks options.
+    """An instance over parameters without memory: it makes the class's groups, and checks options.
 
-    On the meta device, or, where the class wants another, as one element that is shown in the whole shape.
+    The parameters are on the meta device, or, if the class rejects that, one element expanded to the shape.
     """
 
     def made(device: torch.device | None) -> Any:
@@ -708,16 +708,16 @@ def _stand_in(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str,
 
 
 def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> bool:
-    """Whether a step of a parameter depends on the gradient of another, seen on small ones, in three steps.
+    """Whether a step of a parameter depends on the gradient of another, tried on small ones in three steps.
 
-    Nothing else tells: a norm over all gradients leaves no trace in state or param groups. False as well
-    where the class cannot step small matrices.
+    A norm over all gradients leaves no trace in state or param groups, so only a trial finds it. Also False
+    if the class cannot step small matrices.
     """
 
     def stepped(scale: float) -> Tensor:
         pairs = [[nn.Parameter(torch.eye(4).double() + 0.5) for _ in range(2)] for _ in groups]
         some = [_hyperparameters(group) | {"params": pair} for group, pair in zip(groups, pairs, strict=True)]
-        torch.default_generator.manual_seed(0)  # of the host alone: those of devices are the caller's
+        torch.default_generator.manual_seed(0)  # only the host's: those of devices are the caller's
         optimizer = kind(deepcopy(some), **options)
         pairs = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -731,14 +731,14 @@ def _looks_across(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[
 
     with torch.random.fork_rng(devices=[]):
         try:
-            calm, *stirred = map(stepped, (1.0, 1e6, 0.0))  # 0.0: where each gradient is normalised before
+            calm, *stirred = map(stepped, (1.0, 1e6, 0.0))  # 0.0: for classes that normalise each gradient
         except Exception:
             return False
     return not all(torch.equal(calm, each) for each in stirred)
 
 
 def _described(values: Mapping[str, Any]) -> str:
-    """Equal on ranks that have passed the same; of objects the class alone."""
+    """A text that is equal on ranks that pass the same; objects count by class alone."""
     plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
     def text(value: Any) -> str:
@@ -749,7 +749,7 @@ def _described(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_class(kind: Any, single_owner: Any) -> None:
@@ -779,7 +779,7 @@ def _check_plain(values: Any, name: str) -> None:
 
 
 def _not_among(params: Sequence[Tensor], names: Sequence[str]) -> str:
-    """The first parameter that is not on the ranks of the one before."""
+    """The first parameter, and one that is on other ranks."""
     first = SharingRanks(params[0])
     other = next(name for param, name in zip(params, names, strict=True) if not first.share(param))
     return f"{names[0]} and {other}"

@@ -1,9 +1,9 @@
-"""A ``.grad`` that stands for unsharded gradients that wait to be reduced.
+"""A ``.grad`` that stands for unsharded gradients waiting to be reduced.
 
-The caller cannot see those, but ``zero_grad()`` has to clear them as well. ``.grad`` that was set to None is
-easy to see; ``.grad`` that was zeroed in place is not: torch counts no versions for foreach operations on
-DTensors, nor through ``.data``. So the local tensor of ``.grad`` is then one without values, which is told
-what is done to it. Whoever reads it gets an error, rather than zeros or a part of the sum.
+The caller cannot see those, but ``zero_grad()`` must clear them as well. A ``.grad`` set to None is easy to
+detect; one zeroed in place is not: torch counts no versions for foreach operations on DTensors, nor through
+``.data``. So the local tensor of such a ``.grad`` has no values, and intercepts operations on it. Reading it
+raises an error, instead of returning zeros or a part of the sum.
 """
 
 import weakref
@@ -18,17 +18,17 @@ aten = torch.ops.aten
 
 
 DEFERRED: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Each Param whose ``.grad`` is one: while there are none, no step has to look at each ``.grad``."""
+"""Each Param with a deferred ``.grad``: while there are none, no step needs to check each ``.grad``."""
 
 
 class DeferredGradient(Tensor):
     """The local tensor of a ``.grad`` that stands for an unreduced gradient. It has no values.
 
-    It can be zeroed, added to, as autograd does, and moved to another dtype or device. All other operations
+    It can be zeroed, added to, as by autograd, and moved to another dtype or device. All other operations
     raise an error.
     """
 
-    _owner: "weakref.ref[Any]"  # weak: Python's collector does not see what .grad refers to
+    _owner: "weakref.ref[Any]"  # weak: Python's collector cannot see references from .grad
     _fqn: str
 
     @classmethod
@@ -40,20 +40,20 @@ class DeferredGradient(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "DeferredGradient":
-        """One that tells ``owner``, a Param, what is done to it."""
+        """One that forwards operations on it to ``owner``, a Param."""
         made = tensor_impl.without_values(cls, shape, dtype, device)
         made._owner, made._fqn = owner, fqn
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What it stands for."""
+        """Name the parameter."""
         return f"<unreduced gradient of {self._fqn}>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Tell the owner what it can follow, or make another like it."""
+        """Forward to the owner what it can follow, or make another like this."""
         kwargs = kwargs or {}
         if func is aten._foreach_zero_.default:
             for each in args[0]:
@@ -85,6 +85,6 @@ class DeferredGradient(Tensor):
 
 
 def refuse_deferred(gradient: Tensor) -> None:
-    """Raise the error of a ``.grad`` that stands for an unreduced gradient, before anything is done."""
+    """Raise the error of a ``.grad`` that stands for an unreduced gradient, before anything changes."""
     if isinstance(local := dtensor.plain(gradient), DeferredGradient):
         raise RuntimeError(local._refusal())

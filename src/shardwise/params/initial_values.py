@@ -1,12 +1,11 @@
-"""Initial values: ranks that shard one model must start from equal values, which are compared, or made equal.
+"""Initial values: ranks that shard one model must start from equal values, which are compared or made equal.
 
-Each rank shards its own full parameters. If these differ between ranks (other seeds, or loaded on one rank
-only), the sharded parameter is a mix of different models, and nothing shows it. So each rank records
-checksums of the whole and of its shard when it shards a parameter. Ranks compare them before training starts,
-together with copies of the same shard. If shards were given other values meanwhile, the values before do not
-matter.
+Each rank shards its own full parameters. If these differ between ranks (different seeds, or loaded on only
+one rank), the sharded parameter silently becomes a mix of different models. So each rank records checksums of
+the whole and of its shard when it shards a parameter. Ranks compare them before training starts, together
+with copies of the same shard. If shards have received new values meanwhile, the earlier ones do not matter.
 
-The same goes for full values that ``load_state_dict`` is given later: their checksums are compared with the
+The same applies to full values given to ``load_state_dict`` later: their checksums are compared with the
 plan, at the next forward with gradients.
 """
 
@@ -37,14 +36,14 @@ from shardwise.ranks.replicas import (
 )
 from shardwise.torch_compat import dtensor, nn_modules
 
-# --- compare --------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter]) -> None:
     """Record checksums of ``params``, which are about to be sharded into ``shards``.
 
-    Reads each full parameter once, where it lies.
+    Reads each full parameter once, on its device.
     """
     checksums = Checksums()
     for param, shard in zip(params, shards, strict=True):
@@ -56,9 +55,9 @@ def record_initial_values(params: Sequence[Param], shards: Sequence[nn.Parameter
 
 @torch.no_grad()
 def record_full_load(param: Param, value: Tensor | None) -> None:
-    """Until ranks compare it: a checksum of the full ``value`` of which this rank is to load its part.
+    """Record a checksum of the full ``value`` of which this rank loads its part, until ranks compare it.
 
-    None: it is loaded from something else.
+    None: it is not loaded from a full value.
     """
     param.full_load = None
     if value is not None and _has_parts_to_compare(param) and (number := Checksums().of(value)) is not None:
@@ -71,7 +70,7 @@ def _has_parts_to_compare(param: Param) -> bool:
 
 
 def _is_sharded(param: Param) -> bool:
-    """True if ranks keep different parts; else they keep copies, which are compared as such."""
+    """True if ranks keep different parts; otherwise they keep copies, which are compared as such."""
     return not param.mesh.shard_axis.is_alone and bool(param.shape)
 
 
@@ -116,13 +115,13 @@ def _start_of(param: Param, tensor: Tensor, checksums: Checksums, device: torch.
 
 
 def _is_telling(local: Tensor) -> Tensor | bool:
-    """False for a shard of one repeated value, which it may well be given again."""
+    """False for a shard of one repeated value, since a new value may well be the same."""
     if local.numel() < 2 or type(local) is not Tensor:
         return False
     return (local != local.view(-1)[0] if local.is_contiguous() else local != local.flatten()[0]).any()
 
 
-# --- make equal -----------------------------------------------------------------------------------
+# --- broadcast ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -135,7 +134,7 @@ def broadcast_initial_values(
     first rank get memory. Collective, over the mesh of each parameter, and that of the call for buffers.
 
     Raises:
-        RuntimeError: on all ranks, if their tensors are not of the same shapes and dtypes.
+        RuntimeError: on all ranks, if shapes or dtypes of their tensors differ.
     """
     for each in dict.fromkeys([mesh, *(param.mesh for param in params)]):
         axes = each.axes()
@@ -150,7 +149,7 @@ def broadcast_initial_values(
 
 
 class _ToSend(NamedTuple):
-    """A tensor of a module, and what replaces it in there."""
+    """A tensor of a module, and the function that replaces it there."""
 
     fqn: str
     tensor: Tensor

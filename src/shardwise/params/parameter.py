@@ -1,14 +1,13 @@
 """One parameter: sharded, unsharded, how the unsharded one shadows the sharded one, and ``.grad``.
 
 ``module._parameters[name]`` is the sharded parameter, always the same object: optimizers, ``state_dict`` and
-everything else that walks ``parameters()`` see it. While its group is unsharded, the unsharded parameter
-stands in the module's instance dictionary, which Python looks up first, so that the module's own code
-computes with it.
+everything else that walks ``parameters()`` see it. While its group is unsharded, the unsharded parameter is
+in the module's instance dictionary, where Python looks first, so the module's code computes with it.
 
-Version counters tie the two together, so that autograd's own check works through the sharding:
+Version counters tie the two together, so that autograd's check works through the sharding:
 
 - an unsharded parameter has the version of its sharded parameter. If the weights were changed between forward
-  and backward, backward raises, as it does in plain PyTorch;
+  and backward, backward raises, as in plain PyTorch;
 - a freed unsharded parameter has the version ``FREED``, so that a backward that reaches it without an unshard
   raises instead of reading freed memory.
 """
@@ -34,7 +33,7 @@ from shardwise.params.replaced_parameter import NAME, ReplacedParameter, describ
 from shardwise.torch_compat import autograd, dtensor, nn_modules, tensor_impl
 
 PLACE = "_shardwise_place"
-"""The attribute of a sharded parameter that leads to its bucket, and its index in there."""
+"""The attribute of a sharded parameter that leads to its bucket, and its index there."""
 
 FREED = 2**31 - 1
 """The version of an unsharded parameter without contents; no tensor is changed that often."""
@@ -59,11 +58,11 @@ class Param:
     ``local`` is this rank's shard, the local tensor of ``sharded`` and a view into its bucket's flat shard.
     Until ``install_shard``, ``sharded`` is the original parameter, and ``local`` its whole content.
 
-    What is sharded is the parameter's own tensor, or this rank's part of it where it is a DTensor of
-    tensor or expert parallelism; ``shape`` is that of the tensor to be sharded.
+    The tensor to shard is the parameter's, or this rank's part of it if it is a DTensor of tensor or expert
+    parallelism; ``shape`` is its shape.
 
-    Unsharded parameters are made like the original: of its class, with its attributes and hooks, and a
-    DTensor with its placements. The original itself is not kept alive.
+    Unsharded parameters are made like the original: of its class, with its attributes and hooks, and, for a
+    DTensor, its placements. The original is not kept alive.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class Param:
         self._spec = dtensor.sharded_spec(self.joint_mesh, self.placements, original.shape, original.dtype)
         self.gradient_spec = self._spec
         self._deferred: Tensor | None = None  # .grad that stands for unreduced gradients
-        self._reduced: Tensor | None = None  # what .grad is without them
+        self._reduced: Tensor | None = None  # .grad without them
         self._place: Any = (None, 0)  # in a bucket: a weak reference, and an index
         self.version_base = 0
         self.compares = True  # whether to compare it with other ranks before training
-        # Of the whole and of this rank's shard, when it was sharded; None if it had no values to compare.
+        # Of the whole and of this rank's shard, from when it was sharded; None without values to compare.
         self.initial_checksums: tuple[Tensor, Tensor] | None = None
         self.full_load: str | None = None  # a checksum of the full value that load_state_dict gave this rank
 
@@ -111,7 +110,7 @@ class Param:
         return self.content_in(self.sharded.detach())
 
     def content_in(self, whole: Tensor) -> Tensor:
-        """The tensor to shard of a tensor like the original: this rank's part, if that is a DTensor."""
+        """The tensor to shard of a tensor like the original: this rank's part if that is a DTensor."""
         return whole if self._original_spec is None else dtensor.local_tensor(whole)
 
     @property
@@ -132,7 +131,7 @@ class Param:
         return param is self.sharded or param is self.original()
 
     def mark(self, place: Any) -> None:
-        """Put ``place``, a weak reference and an index, on the sharded parameter and all that replace it."""
+        """Put ``place``, a weak reference and an index, on the sharded parameter and its replacements."""
         self._place = place
         if self.sharded is not self.original():
             self._mark()
@@ -163,7 +162,7 @@ class Param:
     def copied(self, sites: list[Site], sharded: nn.Parameter) -> "Param":
         """The same parameter in a copy of the model, with the sharded parameter ``sharded``.
 
-        The hooks of the original stay with the first.
+        The original's hooks are not copied.
         """
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
@@ -182,7 +181,7 @@ class Param:
         return sharded
 
     def install_shard(self, sharded: nn.Parameter) -> None:
-        """Register the sharded parameter at all sites. Cannot fail half-way."""
+        """Register the sharded parameter at all sites. Cannot fail halfway."""
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
@@ -191,9 +190,9 @@ class Param:
             original.__class__ = ReplacedParameter
 
     def rebase(self, local: Tensor) -> None:
-        """Give the sharded parameter the local tensor ``local``, which has the contents already.
+        """Give the sharded parameter the local tensor ``local``, which already has the contents.
 
-        They count as newer than everything that was all-gathered before.
+        They count as newer than any earlier all-gather.
         """
         self.version_base = self.version() + 1
         dtensor.set_local_tensor(self.sharded, local)
@@ -201,7 +200,7 @@ class Param:
         self.restore_metadata()
 
     def adopt_dtype(self) -> None:
-        """Follow a conversion of the sharded parameter to another dtype."""
+        """Adopt a conversion of the sharded parameter to another dtype."""
         dtype = self.sharded.dtype
         if dtype != self.precision.stored:
             self.precision = self._precision_for(dtype)
@@ -223,7 +222,7 @@ class Param:
         """The sharded parameter that is registered at the sites instead of ours, or None.
 
         Raises:
-            RuntimeError: something else is registered there, or different tensors at tied sites.
+            RuntimeError: something else is registered there, or tied sites have different tensors.
         """
         found = [site.registered() for site in self.sites]
         if all(tensor is self.sharded for tensor in found):
@@ -262,7 +261,7 @@ class Param:
     def adopt(self, new: nn.Parameter) -> None:
         """Adopt ``new`` as the sharded parameter, at all sites: tied stays tied.
 
-        Its contents count as newer than everything that was all-gathered before.
+        Its contents count as newer than any earlier all-gather.
         """
         self.version_base = self.version() + 1
         for site in self.sites:
@@ -285,7 +284,7 @@ class Param:
         return dtensor.make_dtensor(value, self._make_spec(value.dtype))
 
     def restore_metadata(self) -> None:
-        """Restore what a conversion or an assignment has lost on the sharded parameter."""
+        """Restore metadata that the sharded parameter lost in a conversion or assignment."""
         dtensor.restore_mesh(self.sharded, self.joint_mesh)
         self._set_gradient_dtype(self.sharded)
         for key, value in self.attributes.items():
@@ -309,13 +308,13 @@ class Param:
 
     @property
     def has_original_hooks(self) -> bool:
-        """True if the caller had put hooks on the original."""
+        """True if the caller has put hooks on the original."""
         return bool(self._original_hooks) or bool(self.original_post_hooks)
 
     def make_unsharded(self, data: Tensor, *, keeps_class: bool = False) -> None:
         """Make the unsharded parameter over ``data``, a tensor in the unsharded buffer.
 
-        ``keeps_class``: it is one of another class, made by its own protocol.
+        ``keeps_class``: it is of another class, made by its own protocol.
         """
         make = self._over if keeps_class else self.like_original
         self.unsharded = full = make(data, self.sharded.requires_grad)
@@ -337,7 +336,7 @@ class Param:
         return dtensor.make_parameter(data, spec, requires_grad)
 
     def as_seen_in_graphs(self, full: Tensor) -> Tensor:
-        """``full`` as modules see it: a DTensor where the original is one."""
+        """``full`` as modules see it: a DTensor if the original is one."""
         if (own := self._original_spec) is None:
             return full
         shape, stride = self._spec.shape, self._spec.stride
@@ -354,12 +353,12 @@ class Param:
             unsharded.register_hook(partial(autograd.run_gradient_hooks, self._original_hooks))
 
     def gradient_to_reduce(self, gradient: Tensor) -> Tensor:
-        """The tensor to reduce of an unsharded gradient: this rank's part, placed as the original."""
+        """This rank's part of an unsharded gradient, to be reduced, placed as the original is."""
         if self._original_spec is None or not isinstance(gradient, DTensor):
             return gradient
         wanted, full_mesh = list(self._original_spec.placements), self.mesh.full_mesh
         if full_mesh is not None and gradient.device_mesh == full_mesh.mesh:
-            # The reduction makes the sums over data parallel ranks.
+            # The reduction sums over data-parallel ranks.
             for index in full_mesh.data_parallel_dims:
                 wanted[index] = gradient.placements[index]
         if tuple(wanted) != gradient.placements:
@@ -396,7 +395,7 @@ class Param:
                 ".grad, or None."
             )
         if existing.placements != spec.placements:
-            # Left by autograd, where the loss used the sharded parameter itself.
+            # From autograd, if the loss used the sharded parameter.
             existing = sharded.grad = existing.redistribute(placements=spec.placements)
         dtensor.local_tensor(existing).add_(local)
 
@@ -409,7 +408,7 @@ class Param:
         self.sharded.grad = dtensor.make_dtensor(own.copy_(local), self.gradient_spec)
 
     def defer_gradient(self) -> None:
-        """Have ``.grad`` stand for an unreduced gradient."""
+        """Make ``.grad`` stand for an unreduced gradient."""
         if self._deferred is None or self.sharded.grad is not self._deferred:
             self._reduced = self.sharded.grad
             local = DeferredGradient.make(
@@ -425,23 +424,23 @@ class Param:
 
     @property
     def reduced_gradient(self) -> Tensor | None:
-        """``.grad``, without an unreduced gradient."""
+        """``.grad`` without unreduced gradients."""
         return self.sharded.grad if self._deferred is None else self._reduced
 
     def show_reduced_gradient(self) -> None:
-        """No longer stand for an unreduced gradient, which is reduced or dropped."""
+        """Show the reduced gradient again, after the unreduced one was reduced or dropped."""
         if self._deferred is not None and self.sharded.grad is self._deferred:
             self.sharded.grad = self._converted(self._deferred)
         self._forget_deferred()
 
     def zero_gradient(self) -> None:
-        """The caller has zeroed ``.grad`` in place; ``gradient_was_cleared`` tells."""
+        """The caller has zeroed ``.grad`` in place; record it for ``gradient_was_cleared``."""
         if self._deferred is not None and self.sharded.grad is self._deferred:
             self.reduced_local(self._deferred).zero_()
             self.sharded.grad = self._reduced
 
     def reduced_local(self, like: Tensor) -> Tensor:
-        """The local tensor of the reduced gradient, to be added to; of the dtype and device of ``like``."""
+        """The local tensor of the reduced gradient, to add to; with the dtype and device of ``like``."""
         self._reduced = self._converted(like)
         if self._reduced is None:
             zeros = torch.zeros(self.local.shape, dtype=like.dtype, device=like.device)
@@ -449,7 +448,7 @@ class Param:
         return dtensor.local_tensor(self._reduced)
 
     def _converted(self, like: Tensor) -> Tensor | None:
-        """The reduced gradient as ``module.to()`` would have made it, which has only seen ``like``."""
+        """The reduced gradient, converted as ``module.to()`` has converted ``like``."""
         return None if self._reduced is None else self._reduced.to(like.device, like.dtype)
 
     def gradient_was_cleared(self) -> bool:
@@ -484,8 +483,8 @@ def _can_replace(new: Any, sharded: Any) -> bool:
 
 
 def _have_equal_shards(left: Any, right: Any) -> bool:
-    """True for two sharded parameters with equal contents, as ``load_state_dict(assign=True)`` makes
-    of one tied parameter."""
+    """True for two sharded parameters with equal contents, such as ``load_state_dict(assign=True)`` makes
+    from one tied parameter."""
     if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
         return False
     a, b = dtensor.local_tensor(left), dtensor.local_tensor(right)

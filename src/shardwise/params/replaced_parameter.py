@@ -1,4 +1,4 @@
-"""Full parameters that a shard has replaced, for whoever still holds them."""
+"""Full parameters that a shard has replaced, for code that still holds them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ NAME = "_shardwise_name"
 
 
 def mark_replaced(full: nn.Parameter, fqn: str) -> None:
-    """``full`` is registered nowhere any more: have it refuse to be trained."""
+    """``full`` is no longer registered: make it refuse training."""
     if type(full) is nn.Parameter:
         full.grad = None
         setattr(full, NAME, fqn)
@@ -21,17 +21,17 @@ def mark_replaced(full: nn.Parameter, fqn: str) -> None:
 
 
 class ReplacedParameter(nn.Parameter):
-    """The class of a parameter that a sharded one has replaced, for whoever still holds it.
+    """The class of a parameter that a sharded one has replaced, for code that still holds it.
 
-    Computing with it would not train the sharded parameter, so that raises. Its values may be read. This
-    catches optimizers built before ``fully_shard``, and code that keeps weights outside of modules.
+    Computing with it would not train the sharded parameter, so it raises. Its values may be read. This
+    catches optimizers built before ``fully_shard``, and code that keeps weights outside modules.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As for any parameter, but it may not enter a graph."""
+        """Like any parameter, but refuse to enter a graph."""
         result = super().__torch_function__(func, types, args, kwargs or {})
         if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in find_tensors(result)):
             _refuse_replaced((args, kwargs))
@@ -70,7 +70,7 @@ def _what_it_is(tensor: Tensor) -> str:
 
 
 def name_of_replaced(param: nn.Parameter) -> str | None:
-    """The name of ``param`` if an earlier ``fully_shard`` replaced or made it; else None."""
+    """The name of ``param`` if an earlier ``fully_shard`` replaced or made it; otherwise None."""
     return getattr(param, NAME, None)
 
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.arguments import check_module
-from shardwise.dry_run.arguments import call_on, memory_in_bytes
+from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import Call, DryRunPlan, dry_run
-from shardwise.engine.module_state import sharded_module_states
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
 from shardwise.setup.validation import check_offload, check_precision
@@ -94,13 +92,7 @@ def estimate(
             model = GPT()
         print(shardwise.estimate(model, world="8x8", batch="8x4096", mp_policy="bf16", memory="80GB"))
     """
-    check_module("estimate", model)
-    if sharded_module_states(model):
-        raise ValueError("estimate: the model is sharded already. Pass it as it was before.")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError(
-            "estimate: no parameter of the model requires a gradient, so there is no step to take."
-        )
+    check_model("estimate", model)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
     if checkpointing and batch is None:

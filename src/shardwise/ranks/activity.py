@@ -1,10 +1,10 @@
-"""What this rank does in its training: what it has issued, what it waits for, in which pass it is.
+"""What this rank does in training: what it has issued, what it waits for, which pass it is in.
 
-A thread of the monitor (failures.py) finds out from outside whether the rank waits:
+The thread of the monitor (failures.py) observes whether the rank waits:
 
     on the host      ``waiting`` is set while the host waits, ``issuing`` while a back end takes a collective
-    on a device      only a stream waits. The event at the end of the oldest collective that is not over says
-                     what for; asking an event whether it has come waits for nothing
+    on a device      only a stream waits. The end event of the oldest unfinished collective shows what for;
+                     querying an event does not block
 """
 
 import weakref
@@ -16,22 +16,22 @@ from typing import Any
 from shardwise.layout.mesh import Axis
 from shardwise.torch_compat import c10d
 
-_MOST_QUEUED = 1024  # collectives on a device: as far as the host can be ahead of it
+_MOST_QUEUED = 1024  # collectives on a device: no host is further ahead of it
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Wait:
-    """One kind of wait of this rank, again and again: for an event of a name, or in a public call."""
+    """A recurring wait of this rank: for a named event, or in a public call."""
 
     event: str
     name: str
     axes: Callable[[], Sequence[Axis]]
-    number: int = 0  # of the collective that is waited for, among all that this rank has issued
+    number: int = 0  # of the awaited collective, among all that this rank has issued
     count: int = 0  # of those of this kind
-    ordinal: int = 1  # tells models apart that use the same names
+    ordinal: int = 1  # distinguishes models that use the same names
     reason: str = ""  # why this rank waits, where others may have no reason to
-    stream: Any = None  # that of a device, which waits while the host goes on, with the ``last_event`` in it
-    monitor: Any = None  # where what this rank does is written down
+    stream: Any = None  # on a device it waits instead of the host; has the ``last_event``
+    monitor: Any = None  # records this rank's activity
 
     @property
     def kind(self) -> str:
@@ -41,72 +41,72 @@ class Wait:
 
     @property
     def subject(self) -> str:
-        """The beginning of a message about its failure."""
+        """The beginning of a message that it failed."""
         if self.event == "call":
             return f"{self.name} failed"
         return f"{self.name}: its {self.event} failed" if self.name else f"The {self.event} failed"
 
     @property
     def ranks(self) -> list[int]:
-        """Who takes part in it."""
+        """The ranks that take part in it."""
         groups = [c10d.ranks_of(axis.pg) for axis in self.axes() if axis.pg is not None]
         return sorted({rank for group in groups for rank in group})
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank tells others of itself."""
+    """What one rank reports about itself to others."""
 
     step: int = 0  # the running one, or the last
-    phase: str = ""  # "forward", "backward"; outside of both ""
-    event: str = ""  # of what it waits for, if it does, as in `Wait`
+    phase: str = ""  # "forward", "backward"; outside both ""
+    event: str = ""  # of its wait, if any, as in `Wait`
     name: str = ""
     kind: str = ""
     reason: str = ""
     count: int = 0
-    ranks: Sequence[int] = ()  # who takes part in that
-    issued: Mapping[str, int | None] = field(default_factory=dict)  # collectives by kind; None: not known
+    ranks: Sequence[int] = ()  # that take part in it
+    issued: Mapping[str, int | None] = field(default_factory=dict)  # collectives by kind; None: unknown
     due: Mapping[str, int] = field(default_factory=dict)  # how many all of ``ranks`` must have issued
     is_on_device: bool = False
     quiet_s: float = 0.0
-    code: str = ""  # where the main thread is, outside of torch and of this library
+    code: str = ""  # where the main thread is, outside torch and this library
     is_late: bool = False  # it has waited for too long
     has_ended: bool = False
 
     @property
     def moment(self) -> str:
-        """When that is: in a pass of the running step, or after the last one."""
+        """A pass of the running step, or after the last step."""
         return f"step {self.step}, {self.phase}" if self.phase else f"after step {self.step}"
 
 
 class RankActivity:
-    """What one rank does. The training thread writes it, for the price of a counter a collective."""
+    """What one rank does. The training thread writes it, at the cost of a counter per collective."""
 
     def __init__(self, *, has_others: bool) -> None:
         self.has_others = has_others
-        # Collectives of parameter groups. Those of other calls are not counted: ranks may make such calls
-        # alone where they have nobody to communicate with.
+        # Collectives of parameter groups. Those of other calls are not counted: a rank that has no peers
+        # may make such calls alone.
         self.issued = 0
-        self.waiting: Wait | None = None  # what the host waits for
-        self.issuing: Wait | None = None  # what it hands to the back end, which may block as well
-        self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # what may be waited for
+        self.waiting: Wait | None = None  # the wait of the host
+        self.issuing: Wait | None = None  # the collective being given to the back end, which may block too
+        self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # all possible waits
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
         self.steps = 0  # backwards that have begun
-        self.phase = ""  # "forward", "backward"; outside of both ""
-        self.quiet_looks = 0  # how often the monitor has looked since any of this has changed
+        self.phase = ""  # "forward", "backward"; outside both ""
+        self.quiet_looks = 0  # looks of the monitor since the last change
         self._known: Counter[tuple[str, str, frozenset[int]]] = Counter()  # waits, by event, name and ranks
         self._seen: object = None  # at the last look
-        # On a device: a wait (which would keep its model alive), which of its kind, the event at its end.
+        # On a device: the wait (weakly, or it would keep its model alive), its count, the event at its end.
         most = _MOST_QUEUED if has_others else 0
         self._queued: deque[tuple[weakref.ref[Wait], int, Any]] = deque(maxlen=most)
 
     # --- the training thread writes -----------------------------------------------------------------
 
     def note_wait(self, wait: Wait) -> None:
-        """``wait`` may come from now on. All ranks that take part in it say so, in the same order."""
+        """Register ``wait``. All ranks that take part in it register it, in the same order."""
         if not self.has_others or wait in self.waits:
             return
-        # Counted for good: a model that is not used any more may live on some of the ranks.
+        # Never counted down: a discarded model may still live on some ranks.
         key = wait.event, wait.name, frozenset(wait.ranks)
         self._known[key] += 1
         wait.ordinal = self._known[key]
@@ -124,22 +124,22 @@ class RankActivity:
 
     @property
     def step(self) -> int:
-        """The number of the running step, from 1; outside of forward and backward, of the last one."""
+        """The number of the running step, from 1; outside forward and backward, of the last one."""
         return self.steps + (self.phase == "forward")
 
     @property
     def on_host(self) -> Wait | None:
-        """What the host waits for, in a wait or because the back end blocks when it is given a collective."""
+        """What the host waits for, in a wait or in a back end that blocks while it takes a collective."""
         return self.waiting or self.issuing
 
     @property
     def last_wait(self) -> Wait | None:
-        """What the host waits for, else what was queued last on a device: that may be over already."""
+        """What the host waits for, else what was queued last on a device, which may be over already."""
         return self.on_host or (self._queued[-1][0]() if self._queued else None)
 
     def count_look(self) -> Wait | None:
         """Count one look of the monitor, and return ``last_wait``. Looks are counted, not seconds: a process
-        that was stopped for an hour has not waited for one."""
+        that was stopped for an hour has not waited an hour."""
         waiting = self.waiting
         # Waits by their ids: holding one would keep its model alive until the next look.
         seen = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
@@ -148,16 +148,15 @@ class RankActivity:
         return self.last_wait
 
     def awaited(self) -> tuple[Wait, int, bool] | None:
-        """What this rank waits for, which of its kind, and whether on a device; None if it computes, or does
-        something else."""
+        """This rank's wait, its count, and whether it is on a device; None if it does not wait."""
         if (waiting := self.waiting) is not None:
             return waiting, waiting.count, False
         if (issuing := self.issuing) is not None:
             return issuing, issuing.count + 1, False
-        try:  # oldest first: a collective never depends on one that was issued after it
+        try:  # oldest first: a collective never depends on a later one
             while self._queued and self._queued[0][2].query():
                 self._queued.popleft()
-        except RuntimeError:  # the device has failed, and says so where it is used
+        except RuntimeError:  # the device has failed, and raises where it is used
             self._queued.clear()
         if not self._queued:
             return None
@@ -165,15 +164,15 @@ class RankActivity:
         return None if (wait := own()) is None else (wait, count, True)
 
     def status(self) -> RankStatus:
-        """What other ranks may read of this one now."""
+        """The current status of this rank, for others to read."""
         issued: dict[str, int | None] = {f"call {name}": count for name, count in self.calls.items()}
-        for each in list(self.waits):  # of groups of the same name on different ranks it is not known
+        for each in list(self.waits):  # unknown if groups on different ranks share a name
             issued[each.kind] = None if each.kind in issued else each.count
         if (awaited := self.awaited()) is None:
             return RankStatus(self.step, self.phase, issued=issued)
         wait, count, on_device = awaited
-        # What was issued before it, in order; not what was issued ahead.
-        is_known = wait in self.waits and wait.count == count  # else the device is more than a step behind
+        # Collectives issued before it, in order; not those issued ahead.
+        is_known = wait in self.waits and wait.count == count  # if not, the device is over a step behind
         before = [each for each in list(self.waits) if is_known and 0 < each.number < wait.number]
         before = sorted((each for each in before if each.ranks == wait.ranks), key=lambda each: each.number)
         due = {each.kind: each.count for each in before} | {wait.kind: count}

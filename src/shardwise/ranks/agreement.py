@@ -1,8 +1,8 @@
 """Every call that communicates starts with an agreement: it continues on all ranks, or all raise alike.
 
 If one rank raised alone, the others would wait for it in their next collective until the timeout of the
-process group. So whatever may fail, above all the checks of arguments, runs first and without communication,
-and then every rank tells the others how it went:
+process group. So everything that may fail, above all the checks of arguments, runs first, without
+communication. Then every rank reports its outcome to the others:
 
     rank 0    check passes    all-reduce: rank 1 has failed    all-gather of errors    raise rank 1's error
     rank 1    check raises    all-reduce: rank 1 has failed    all-gather of errors    raise its own error
@@ -26,8 +26,8 @@ T = TypeVar("T")
 Failure = tuple[type[Exception], str]
 """An exception class that every rank can raise, and a text."""
 
-# Classes that other ranks raise as they are. Any other becomes the nearest of these, with its own name in the
-# text: a KeyError, for example, shows its text in quotes.
+# Classes that other ranks raise unchanged. Any other class, such as KeyError, which shows its text in quotes,
+# becomes the nearest of these, with its name in the text.
 _KINDS = (
     *(TypeError, ValueError, ImportError, NotImplementedError),
     *(FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError, OSError),
@@ -43,16 +43,16 @@ def run_on_all_ranks(
     caller: str = "",
     same: Mapping[str, Any] | None = None,
 ) -> T:
-    """Run ``act`` on all ranks, and return its result on this rank if it succeeded on all; else all raise.
+    """Run ``act`` on all ranks; return this rank's result if it succeeded on all; otherwise all raise.
 
-    Where all ranks fail alike, each raises its own exception. Otherwise all raise the error of the first rank
-    that failed, as the built-in class nearest to its own.
+    If all ranks fail alike, each raises its own exception. Otherwise all raise the error of the first rank
+    that failed, as the nearest built-in class.
 
     Args:
-        axes: connect the ranks, in the same order on all of them; none, or fake ones: this rank is alone.
-        device: where a tensor lies that ``axes`` can reduce.
+        axes: connect the ranks, in the same order on all of them; if none, or fake, this rank is alone.
+        device: a device on which ``axes`` can reduce a tensor.
         act: does not communicate.
-        says_rank: begin an error of some ranks only with the first of them.
+        says_rank: if only some ranks failed, begin the error with the first of them.
         caller: the public function that was called, for messages about ``same``.
         same: arguments, by name, that must be equal on all ranks; compared by their ``repr``.
 
@@ -85,7 +85,7 @@ def run_on_all_ranks(
 
 
 def kind_of(error: Exception) -> type[Exception]:
-    """The class nearest to that of ``error`` which every rank can raise."""
+    """The nearest class to that of ``error`` that every rank can raise."""
     return next((cls for cls in type(error).__mro__ if cls in _KINDS), RuntimeError)
 
 
@@ -94,7 +94,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _joint(failures: Mapping[int, Failure | None], says_rank: bool) -> Exception:
-    """One error for several ranks: that of the first, with the ranks that failed as well."""
+    """One error for several ranks: that of the first, with the other ranks that failed."""
     failed = {rank: failure for rank, failure in failures.items() if failure is not None}
     first = min(failed)
     kind, text = failed[first]

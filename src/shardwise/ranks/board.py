@@ -1,18 +1,18 @@
 """The board: records that ranks leave for each other in the store of the job, where collectives do not work.
 
-A record is JSON. Of failures and waits, nothing is written while all goes well.
+A record is JSON. Failures and waits write nothing while all goes well.
 
-    shardwise/failures        how many failures there have been
-    shardwise/failures/3      the third: which rank, what it raised, whether it has gone on (failures.py)
+    shardwise/failures        the number of failures so far
+    shardwise/failures/3      the third: which rank, what it raised, whether it has continued (failures.py)
     shardwise/failed/PG/1     what rank 1 waited for when communication in the process group PG failed
     shardwise/stuck/1         what rank 1 waits for now, and what it has issued, while a wait takes long
     shardwise/ended/1         where rank 1 was when its process ended
     shardwise/rounds          how often all ranks were asked what they do (watch.py)
-    shardwise/rounds/2        who opens the second round counts this up, and only the first does
+    shardwise/rounds/2        counted up to open the second round; the first rank to do so leads it
     shardwise/status/2/1      what rank 1 did then
-    shardwise/report/2        the text; empty if the wait was over, or nobody has to be waited for
-    shardwise/plan/RANKS/...  one comparison after the other among these ranks (comparison.py)
-    shardwise/doctor/...      what ranks tell each other while a job is examined (doctor/job.py)
+    shardwise/report/2        the text; empty if the wait was over, or no rank is late
+    shardwise/plan/RANKS/...  successive comparisons among these ranks (comparison.py)
+    shardwise/doctor/...      what ranks exchange while a job is examined (doctor/job.py)
 """
 
 import json
@@ -29,14 +29,14 @@ _LONGEST_PAUSE_S = 0.2
 
 
 class Board:
-    """The board of a job, as one rank reads and writes it; ``prefix`` is put before all keys."""
+    """One rank's access to the board of a job; ``prefix`` precedes all keys."""
 
     def __init__(self, store: dist.Store, prefix: str = "shardwise") -> None:
         self._store = store
         self._prefix = prefix
 
     def post(self, key: str, record: Any) -> None:
-        """Write a record, in place of an earlier one; None: there is none any more."""
+        """Write a record over any earlier one; None stands for no record."""
         self._store.set(f"{self._prefix}/{key}", json.dumps(record, default=asdict))
 
     def read(self, key: str) -> Any:
@@ -58,10 +58,10 @@ class Board:
         self._store.delete_key(f"{self._prefix}/{key}")
 
     def wait_for(self, key: str, check: Callable[[], None]) -> Any:
-        """The record at ``key``, once it is there. ``check`` is called now and then, and may raise.
+        """The record at ``key``, once it exists. ``check`` is called now and then, and may raise.
 
-        Asked for in short intervals: a wait of the store's own blocks it for other threads, and writes to
-        stderr when it ends without a result.
+        This polls, since the store's own wait blocks other threads, and writes to stderr if it ends without
+        a result.
         """
         pause_s = 0.0002
         while not self._store.check([f"{self._prefix}/{key}"]):
@@ -71,7 +71,7 @@ class Board:
         return self.read(key)
 
     def take(self, key: str, check: Callable[[], None]) -> Any:
-        """The same, and the record is removed."""
+        """Like ``wait_for``, and remove the record."""
         record = self.wait_for(key, check)
         self.remove(key)
         return record

@@ -1,15 +1,15 @@
 """Facts that several ranks must have in common, compared through the store of the job.
 
-Not by collectives: ranks that disagree may do so about their process groups, and collectives that do not fit
-each other end the process. Each rank tells the first of them a digest of its facts and waits for a verdict;
-only where digests differ are the facts themselves exchanged.
+Collectives cannot compare them: ranks may disagree about their process groups, and mismatched collectives
+end the process. Each rank sends the first of them a digest of its facts and waits for a verdict; ranks
+exchange the facts themselves only if digests differ.
 
     rank 1    post/1 = nonce, digest, device                                waits for verdict/<nonce>
     rank 0    takes post/1 ... post/n away, compares, sets verdict/<nonce> for each
 
-So every rank has a few operations, and the first a few for each of the others. All ranks come to the same
-verdict. A nonce stands for one comparison of one rank: what a comparison that failed has left behind is
-never taken for an answer.
+So every rank needs a few operations, and the first rank a few for each of the others. All ranks get the same
+verdict. A nonce stands for one comparison of one rank, so records left by a failed comparison are never
+mistaken for an answer.
 """
 
 import time
@@ -26,23 +26,23 @@ from shardwise.ranks.board import Board
 from shardwise.torch_compat import c10d
 
 Facts = Mapping[tuple[str, str], str]
-"""Values by where and what; equal facts are in the same order on all ranks."""
+"""Values by (where, what); equal facts are in the same order on all ranks."""
 
 _MOST_SHOWN = 8
-"""The largest number of different sets of facts to look at."""
+"""The largest number of different sets of facts to compare."""
 
 _TELL = "tell"
 """In place of a verdict: post the facts."""
 
 
 class Unequal(Exception):
-    """Ranks have different facts, or some did not come to compare theirs."""
+    """Ranks have different facts, or some did not join the comparison."""
 
 
 class OwnDevice(NamedTuple):
-    """The device of one rank; all empty where it does not matter.
+    """The device of one rank; all empty if it does not matter.
 
-    ``identity``: no other device has it, on any machine. ``bound``: that of the process group.
+    ``identity``: unique over all machines. ``bound``: the device of the process group.
     """
 
     name: str = ""
@@ -67,7 +67,8 @@ def compare(
     ``while_waiting`` is called now and then, and may raise.
 
     Raises:
-        RuntimeError: on all ranks, if one uses another device than its process group, or another rank's.
+        RuntimeError: on all ranks, if one uses a device that differs from its process group's, or that
+            another rank uses.
         Unequal: on all ranks, unless all have the same facts.
     """
     named = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
@@ -94,7 +95,7 @@ def compare(
 def _lead(
     board: Board, check: Callable[[], None], facts: Facts, ranks: Sequence[int], device: OwnDevice
 ) -> tuple[bool, str]:
-    """On the first rank: take what all others post, and give each the verdict."""
+    """On the first rank: take the posts of all others, and give each the verdict."""
     own, *others = ranks
     nonces: dict[int, str] = {}
     by_digest = {digest_of(facts): [own]}
@@ -122,7 +123,7 @@ def _lead(
 def _follow(
     board: Board, check: Callable[[], None], facts: Facts, own: int, device: OwnDevice
 ) -> tuple[bool, str]:
-    """On each other rank: post a digest, and the facts if they are asked for; return the verdict."""
+    """On each other rank: post a digest, and the facts on request; return the verdict."""
     nonce = uuid.uuid4().hex
     board.post(f"post/{own}", [nonce, digest_of(facts), device])
     try:
@@ -136,7 +137,7 @@ def _follow(
 
 
 def wrong_device(devices: Mapping[int, OwnDevice]) -> str:
-    """The first rank on a device that NCCL cannot use, and what to do; empty if there is none."""
+    """The first rank on a device that NCCL cannot use, and what to do; empty if none."""
     found = ""
     for rank, device in devices.items():
         if device.bound not in ("", device.name) and not found:

@@ -2,21 +2,21 @@
 
 A rank on which an exception leaves a forward, a backward or a public call posts a note on the board of the
 job. Waiting ranks do nothing extra. A thread in each process checks four times a second whether the same wait
-still lasts; only then it reads notes. If a rank has failed before it issued the collective that this rank
+still lasts, and reads notes only then. If a rank has failed before it issued the collective that this rank
 waits for, the thread closes the connections of that wait, which raises at once:
 
     rank 1   issues 41, raises, posts a note (41)
     rank 0   issues 41, issues 42, waits for 42 ... reads the note: 42 will never come from rank 1
 
-A rank may catch an exception and continue: then it marks its note as over, for which others have some
-patience. All ranks may raise alike and continue, some sooner: a rank that has failed itself after as many
+A rank may catch an exception and continue: it then marks its note as over, and others wait a while for that.
+All ranks may raise alike and continue, some sooner: a rank that has itself failed after the same number of
 collectives ignores such a note.
 
 On a device, collectives are queued, and the host does not wait. There the thread reads notes whenever nothing
 has been issued for half a second, and aborts the communicators, so that the device does not hang; the error
-is raised at the next forward, backward or public call. What NCCL itself finds (a network that fails, a
-timeout) is seen by a thread of torch, which ends the process. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it
-aborts the communicators instead: then the next collective raises here, and is explained as any other.
+is raised at the next forward, backward or public call. Failures that NCCL detects (a network failure, a
+timeout) reach a thread of torch, which ends the process. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it aborts
+the communicators instead: the next collective then raises here, and is explained like any other.
 """
 
 import atexit
@@ -45,13 +45,13 @@ from shardwise.ranks.watch import VARIABLE, StallReporter
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
-STUCK_LOOKS = 8  # after so many checks of one wait, ranks tell each other what they wait for
-PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with what comes before, 1.5 s
+STUCK_LOOKS = 8  # checks of one wait before ranks post what they wait for
+PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with the checks before, 1.5 s
 SEARCH_LOOKS = 4  # how often to look for the exception of a backward
-# How long to wait for what others post after a failed wait:
-TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them, too
+# How long to wait for the posts of others after a failed wait:
+TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
-PEER_PATIENCE_S = 0.3  # where the peer of the connection is known: it posts before it ends, if at all
+PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -62,25 +62,25 @@ _UNKNOWN = "an exception; see its log"
 
 
 class CommunicationError(RuntimeError):
-    """A collective has failed. The text says which rank has failed and what it raised, which rank has ended,
-    or how the ranks disagree; this rank has done nothing wrong by itself."""
+    """A collective has failed. The text names the rank that failed and what it raised, the rank that ended,
+    or how the ranks disagree; this rank is not the cause."""
 
 
 @dataclass(frozen=True)
 class FailureNote:
-    """A failure of one rank, the ``ordinal``-th after it had ``issued`` so many collectives."""
+    """A failure of one rank, the ``ordinal``-th after it had ``issued`` this many collectives."""
 
     rank: int
     where: str
-    error: str  # "": not known yet
+    error: str  # "" until it is known
     issued: int = 0
     ordinal: int = 1
     is_over: bool = False  # the rank has continued
-    between: Sequence[int] = ()  # nobody has raised anything: these ranks wait for each other
+    between: Sequence[int] = ()  # no rank has raised: these ranks wait for each other
     key: int = 0
 
     def text(self, subject: str) -> str:
-        """The message of a rank that was stopped by it."""
+        """The message of a rank that it stopped."""
         if self.between:
             return f"{subject}, because {self.error}"
         return (
@@ -91,7 +91,7 @@ class FailureNote:
 
 
 class FailureMonitor(RankActivity):
-    """What one rank tells of its failures and hears of others'. Made by ``monitor_of_job``.
+    """Reports this rank's failures and reads those of others. Made by ``monitor_of_job``.
 
     It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly, and every collective
     writes some.
@@ -103,16 +103,16 @@ class FailureMonitor(RankActivity):
         self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
         self.watch: StallReporter | None = None
         self._board = Board(store)
-        self._lock = threading.RLock()  # a finalizer may report inside of it
+        self._lock = threading.RLock()  # a finalizer may report inside it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
         self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks since
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
-        self._unraised: FailureNote | None = None  # a failure that only the device has met
+        self._unraised: FailureNote | None = None  # a failure that has not been raised on the host yet
         self._heeded: set[int] = set()  # failures that were raised here
         self._oldest = 1  # failure that may not be over
         self._stuck: Statuses | None = None  # what ranks have posted, once this one has
-        self._ended_looks = 0  # since a wait was ended that lasts all the same
+        self._ended_looks = 0  # since the connections of a wait were closed, while it still lasts
         if not self.has_others:
             return
         self.watch = StallReporter(self._board, rank, world, self, INTERVAL_S)
@@ -126,10 +126,10 @@ class FailureMonitor(RankActivity):
         """This rank continues: its exception was caught.
 
         Raises:
-            CommunicationError: another rank has failed, and what this rank has queued since is lost.
+            CommunicationError: another rank has failed, and the work that this rank has queued since is lost.
         """
         if self._own is None and self.failure is None:
-            self.issuing = None  # one that failed was caught
+            self.issuing = None  # the caller may have caught its exception
             return
         with self._lock:
             unraised, self._unraised = self._unraised, None
@@ -146,9 +146,9 @@ class FailureMonitor(RankActivity):
             self._report(where, f"{kind}: {error}"[:2000] if str(error) else kind)
 
     def report_backward(self, where: str) -> None:
-        """Report a failed backward. Its exception is on its way to the caller, and not available yet."""
+        """Report a failed backward. Its exception has not reached the caller, and is not available yet."""
         with self._lock:
-            if self._own is None:  # else an inner backward has failed before, for the same reason
+            if self._own is None:  # otherwise an inner backward has failed already, for the same reason
                 self._search = interpreter.handled_exceptions(), 0
                 self._report(where, "")
 
@@ -164,7 +164,7 @@ class FailureMonitor(RankActivity):
                 self._post_own(error=error)
 
     def _find_exception(self) -> None:
-        """Complete the note on a backward with the exception, which some thread handles by now."""
+        """Complete the note on a backward with its exception, which some thread is handling."""
         with self._lock:
             if self._own is None or self._own.error:
                 return
@@ -187,7 +187,7 @@ class FailureMonitor(RankActivity):
         assert self._own is not None
         try:
             self._own = self._post(replace(self._own, **changes))
-        except dist.DistError:  # the store has ended: there is nobody to tell
+        except dist.DistError:  # the store has ended: no rank can read it
             self._own = None
 
     def _post(self, note: FailureNote) -> FailureNote:
@@ -198,7 +198,7 @@ class FailureMonitor(RankActivity):
     @contextmanager
     def call(self, caller: str, axes: Callable[[], Sequence[Axis]]) -> Iterator[None]:
         """Around a public call that communicates along ``axes``."""
-        if not self.has_others or self.waiting is not None:  # or inside of another
+        if not self.has_others or self.waiting is not None:  # waiting: inside another call
             yield
             return
         self.begin()
@@ -215,7 +215,7 @@ class FailureMonitor(RankActivity):
 
     @contextmanager
     def collective(self, wait: Wait) -> Iterator[None]:
-        """Around an exchange in a forward or backward that is of no group's parameters or gradients."""
+        """Around an exchange in a forward or backward that sends no parameters or gradients of a group."""
         if not self.has_others:
             yield
             return
@@ -237,7 +237,7 @@ class FailureMonitor(RankActivity):
         """Failures of ranks that have not continued since, the oldest first."""
         newest = self._board.count("failures", 0)
         notes = {key: self._board.read(f"failures/{key}") for key in range(self._oldest, newest + 1)}
-        # None: it is about to be posted.
+        # None: about to be posted.
         active = {key: note for key, note in notes.items() if note is None or not note["is_over"]}
         self._oldest = min(active, default=newest + 1)
         return [FailureNote(**note) for note in active.values() if note is not None]
@@ -249,10 +249,10 @@ class FailureMonitor(RankActivity):
         raise self.explained(error, wait) from error
 
     def explained(self, error: Exception, wait: Wait) -> Exception:
-        """The exception to raise instead of ``error``, with which ``wait`` has failed."""
+        """The exception to raise instead of ``error``, which ended ``wait``."""
         if not self.has_others:
             return error
-        with self._lock:  # the thread may just be about to take a failure that it has posted
+        with self._lock:  # the thread may be about to take a failure that it has posted
             try:
                 cause = self.failure or self._cause_of(error, wait)
             except dist.DistError as lost:
@@ -266,10 +266,10 @@ class FailureMonitor(RankActivity):
         return CommunicationError(wait.subject + cause)
 
     def _cause_of(self, error: Exception, wait: Wait) -> FailureNote | str:
-        """The failure behind ``error``, if a rank has posted one, else the end of this rank's message.
+        """The failure behind ``error``, if a rank has posted one, otherwise the end of this rank's message.
 
         Each rank posts what it waited for. If a connection was closed, a rank has ended: the one that posts
-        nothing. If the timeout of the process group has passed, ranks most often disagree.
+        nothing. If the timeout of the process group has passed, ranks usually disagree.
         """
         own = RankStatus(self.step, self.phase, wait.event, wait.name)
         groups = {axis.pg.group_name: c10d.ranks_of(axis.pg) for axis in wait.axes() if axis.pg is not None}
@@ -305,7 +305,7 @@ class FailureMonitor(RankActivity):
         self._heeded.add(note.key)
 
     def _heeds(self, note: FailureNote) -> bool:
-        """Whether to act on a note: a failure of another rank that this rank has not had as well."""
+        """Whether to act on a note: another rank has failed, and this one has not failed alike."""
         issued, times = self._failed_at
         is_alike = note.issued == issued and note.ordinal <= times
         return note.rank != self.rank and note.key not in self._heeded and not is_alike
@@ -322,7 +322,7 @@ class FailureMonitor(RankActivity):
                 self.watch.look()
         except dist.DistError:
             raise
-        except Exception:  # failures are told all the same
+        except Exception:  # failures are still reported
             self.watch = None
             _log.exception("Long waits are not reported any more")
         if waiting is None or self.quiet_looks == 0:
@@ -346,12 +346,12 @@ class FailureMonitor(RankActivity):
                     c10d.end_waits(axis.pg)
             self._ended_looks += 1
             if self._ended_looks == PATIENCE_LOOKS:
-                # Nothing can end the waits of some back ends: the log has to say why this one is in vain.
+                # Nothing can end the waits of some back ends, so log why this one is in vain.
                 text = self.failure.text(waiting.subject)
                 _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
 
     def _look_at_failures(self, waiting: Wait) -> None:
-        """Fail if a rank failed before it issued what this rank waits for, and has not continued since."""
+        """Fail if a rank failed before it issued the awaited collective, and has not continued since."""
         ranks = waiting.ranks
         number = self.issued + 1 if waiting is self.issuing else waiting.number
         for note in self.active_failures():
@@ -364,12 +364,12 @@ class FailureMonitor(RankActivity):
                 return
 
     def _look_for_deadlock(self, waiting: Wait) -> None:
-        """Post what this rank waits for; the first rank finds out whether ranks wait for each other."""
+        """Post what this rank waits for; the first rank checks whether ranks wait for each other."""
         if self._stuck is None:
             status = self.status()
             if status.event == "call" or status.issued.get(status.kind) is None:
-                return  # a call, or a name that tells too little
-            # Ranks may have left out other collectives that were due before, and still wait for each other.
+                return  # a call, or an ambiguous name
+            # Only the last: ranks that left out earlier collectives may still wait for each other.
             self._board.post(f"stuck/{self.rank}", replace(status, due={status.kind: status.count}))
             self._stuck = {}
         ranks = waiting.ranks
@@ -379,8 +379,8 @@ class FailureMonitor(RankActivity):
                 self._take(self._post(FailureNote(self.rank, "", text, between=ranks)))
 
     def at_exit(self) -> None:
-        """At the end of the process: tell that it ends, and post the exception that ended it."""
-        # Only where the store outlives its ranks: asking one that is gone takes long, and writes to stderr.
+        """At the end of the process: post that it ends, and the exception that ended it."""
+        # Only if the store outlives its ranks: a store that is gone answers slowly, and writes to stderr.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             with suppress(dist.DistError):
                 self._board.post(f"ended/{self.rank}", RankStatus(self.step, has_ended=True))
@@ -408,7 +408,7 @@ def monitor_of_job() -> FailureMonitor:
 
 
 def _started(pg: dist.ProcessGroup) -> FailureMonitor:
-    """A new monitor, with the thread that looks for as long as there is the monitor."""
+    """A new monitor, with its thread, which runs as long as the monitor lives."""
     monitor = FailureMonitor(c10d.job_store_client(), pg.rank(), pg.size())
     has_ended = threading.Event()
     own = weakref.ref(monitor, lambda _: has_ended.set())
@@ -424,7 +424,7 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
             del looking
 
     def at_exit() -> None:
-        has_ended.set()  # a thread inside torch while the interpreter is taken down would end the process
+        has_ended.set()  # a thread inside torch while the interpreter shuts down would crash the process
         thread.join(timeout=2.0)
         if (ending := own()) is not None:
             ending.at_exit()
@@ -438,14 +438,14 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
 def set_wait_limit(seconds: float | None) -> None:
     """Choose how long a rank waits for others before all ranks report where they are.
 
-    While a rank waits for longer in a collective of a sharded model, or in a call that communicates, every
-    rank logs once who waits for what and where the others are, as a warning of ``shardwise.ranks.watch``.
-    Nothing is ended by it. Ranks that compute or read data for long are told of only if another waits for
-    them.
+    While a rank waits longer in a collective of a sharded model, or in a call that communicates, every rank
+    logs once which ranks wait for what and where the others are, as a warning of ``shardwise.ranks.watch``.
+    The report ends nothing. It mentions ranks that compute or read data for long only if another rank waits
+    for them.
 
     Args:
-        seconds: by default 30, or what the environment variable ``SHARDWISE_WAIT_LIMIT`` says (0: never).
-            None: no reports. The same on all ranks: one without reports does not say where it is.
+        seconds: by default the environment variable ``SHARDWISE_WAIT_LIMIT`` (0: never), or else 30.
+            None: no reports. Pass the same on all ranks: one without reports does not report where it is.
 
     Raises:
         ValueError: it is not above 0.
@@ -464,8 +464,8 @@ def set_wait_limit(seconds: float | None) -> None:
 
 def monitored(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function that communicates between the ranks of its first argument, or between all
-    ranks if that is neither a module nor parameters. Other ranks hear that this one is in it, and what it
-    raises here."""
+    ranks if that is neither a module nor parameters. Other ranks can see that this one is in it, and what it
+    raises."""
     name_of_first = next(iter(inspect.signature(function).parameters))
 
     @wraps(function)

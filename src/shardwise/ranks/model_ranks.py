@@ -1,7 +1,7 @@
 """Broadcasts over all ranks of a model.
 
 A model may live on meshes of several dimensions, and no process group needs to contain all of its ranks. So
-a broadcast goes along one dimension after the other, from the ranks that have the value already:
+a broadcast goes along one dimension after another, from the ranks that already have the value:
 
     mesh (2, 3), from rank 1      0 1 2   along the rows   * * *   along the columns   * * *
                                   3 4 5        ->          . . .         ->            * * *
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def axes_of_model(model: nn.Module) -> list[Axis]:
     """The axes that connect the ranks of ``model``, in an order that all ranks share.
 
-    A model of which nothing is sharded is taken to be on all ranks of the default process group, if any.
+    A model without sharded parameters counts as being on all ranks of the default process group, if any.
     """
     axes = axes_of(model.parameters())
     if axes or not dist.is_initialized() or any(isinstance(param, DTensor) for param in model.parameters()):
@@ -34,7 +34,7 @@ def axes_of_model(model: nn.Module) -> list[Axis]:
 
 
 def axes_of_given(given: Any) -> list[Axis]:
-    """The axes of a caller's argument: a module, or parameters; of all ranks where it is neither."""
+    """The axes of a caller's argument, a module or parameters; if it is neither, of all ranks."""
     if isinstance(given, nn.Module):
         return axes_of_model(given)
     params = [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else []
@@ -42,7 +42,7 @@ def axes_of_given(given: Any) -> list[Axis]:
 
 
 def mesh_device(model: nn.Module) -> torch.device | None:
-    """The device of the meshes that ``model`` lives on, None if it has none."""
+    """The device of the meshes of ``model``; None if it has none."""
     for param in model.parameters():
         if isinstance(param, DTensor):
             return device_of(param.device_mesh)
@@ -50,7 +50,7 @@ def mesh_device(model: nn.Module) -> torch.device | None:
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """The device of the tensors that its ranks communicate: that of its meshes, or of the process group."""
+    """The device on which its ranks communicate: that of its meshes, or of the process group."""
     found = mesh_device(model)
     if found is not None or not dist.is_initialized():
         return found or torch.device("cpu")
@@ -89,7 +89,7 @@ class Broadcast:
         self._has_single_axis = len(axes) == 1
         has_it = self.is_source
         for axis in [*axes, *axes[-2::-1]]:  # there and back, as in all_reduce_max
-            # The highest rank that has the value sends it; -1: no rank of this axis has it yet.
+            # The highest rank with the value sends it; -1: no rank of this axis has it yet.
             sender = torch.tensor([axis.rank if has_it else -1, 0 if has_it else 1], device=device)
             dist.all_reduce(sender, op=dist.ReduceOp.MAX, group=axis.pg)
             rank, is_missing = sender.tolist()
@@ -105,7 +105,7 @@ class Broadcast:
 
     @property
     def single_axis(self) -> tuple[Axis, int] | None:
-        """The one axis that connects all ranks, and the source's rank on it; None: there are several axes."""
+        """The one axis that connects all ranks, and the source's rank on it; None if there are several."""
         return self._steps[0] if self._has_single_axis else None
 
     def tensor(self, tensor: Tensor) -> None:

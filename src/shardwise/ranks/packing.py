@@ -1,11 +1,11 @@
 """Many tensors in one message: a buffer of bytes, in which each begins at a multiple of 16.
 
-Both ends know the forms of what travels, in one order:
+Both ends know the forms of the tensors, in the same order:
 
     forms     (3, 4) of float32 | (5,) of int8
     buffer    48 bytes          | 5 bytes, 11 of padding
 
-Large tensors are cut by rows, so that no message is much longer than others.
+Large tensors are cut by rows, so that no message is much longer than the others.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ def num_packed_bytes(forms: Iterable[Form]) -> int:
 
 
 def views_in(message: Tensor, forms: Iterable[Form]) -> list[Tensor]:
-    """The tensors in a message, to be written before it is sent and read when it has come."""
+    """Views of the tensors in a message, to write before it is sent and read after it is received."""
     found, start = [], 0
     for shape, dtype in forms:
         end = start + prod(shape) * dtype.itemsize
@@ -43,11 +43,11 @@ def in_messages(items: Iterable[tuple[T, int, int]], limit: int) -> Iterator[lis
     """Cut items by rows into messages of ``limit`` bytes, or of one row.
 
     Args:
-        items: each with its number of rows, and the bytes of one. They are asked for one by one.
+        items: each with its number of rows and the bytes of a row. They are consumed one by one.
         limit: bytes of a message.
 
     Yields:
-        The items of each message, with the rows [start, end) of it.
+        The items of each message, each with its rows [start, end) in the message.
     """
     message: list[tuple[T, int, int]] = []
     left = limit

@@ -1,6 +1,6 @@
 """Objects between the ranks of a process group.
 
-After each step that may fail on one rank alone, every rank tells the others how it went: see agreement.py.
+After each step that may fail on one rank alone, every rank reports its outcome: see agreement.py.
 """
 
 import pickle
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of `pg`; None: this process alone. Every method is collective."""
+    """The ranks of `pg`; None stands for this process alone. Every method is collective."""
 
     def __init__(self, pg: dist.ProcessGroup | None) -> None:
         self.pg = pg
@@ -61,7 +61,7 @@ class RankGroup:
     def distinct(self, value: Any, key: Any) -> list[Any]:
         """The different values of the ranks, in the order of ranks; equal keys mean equal values.
 
-        In most jobs all ranks have the same, and only digests travel.
+        In most jobs all values are equal, and ranks exchange only digests.
         """
         digests = self.all_gather_objects(sha256(repr(key).encode()).digest())
         if len(set(digests)) == 1:
@@ -72,21 +72,21 @@ class RankGroup:
         return [pickle.loads(self.broadcast_object(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
-        """Refuse `arguments` of the public function `caller` that differ from rank to rank.
+        """Refuse `arguments` of the public function `caller` that differ between ranks.
 
-        Ranks with different arguments would use different folders, or wait for each other for ever.
+        Ranks with different arguments would use different folders, or wait for each other forever.
         """
         run_on_all_ranks(self._axes, self._device, lambda: None, caller=caller, same=arguments)
 
     def run_on_all_ranks(
         self, act: Callable[[], T], explain: Callable[[Exception], str] = str, says_rank: bool = True
     ) -> T:
-        """Run `act` on all ranks, and return its result on this rank if it succeeded on all; else all raise.
+        """Run `act` on all ranks; return this rank's result if it succeeded on all; otherwise all raise.
 
         Args:
             act: does not communicate.
-            explain: the text of an error of this rank, before it is told to the others.
-            says_rank: begin with the rank that failed, where not all did.
+            explain: makes the text of this rank's error, before it is sent to the others.
+            says_rank: if only some ranks failed, begin the error with the first of them.
         """
 
         def explained() -> T:
@@ -99,5 +99,5 @@ class RankGroup:
         return run_on_all_ranks(self._axes, self._device, told, says_rank=says_rank)
 
     def on_first(self, act: Callable[[], Any], explain: Callable[[Exception], str] = str) -> None:
-        """`act()` on the first rank; what it raises is raised on all."""
+        """Run `act` on the first rank; its exception is raised on all."""
         self.run_on_all_ranks(lambda: act() if self.is_first else None, explain, says_rank=False)

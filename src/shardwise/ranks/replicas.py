@@ -1,7 +1,7 @@
-"""Copies of one tensor on several ranks: are they equal, bit for bit, and how to make them equal.
+"""Copies of one tensor on several ranks: whether they are equal, bit for bit, and how to make them equal.
 
-A DTensor has copies along the mesh dimensions on which it is ``Replicate()``. Ranks compare a checksum for
-each tensor, made from its bits and their positions; tensors never travel for it. Knows no modules and no
+A DTensor has copies along the mesh dimensions on which it is ``Replicate()``. Ranks compare a checksum of
+each tensor, made from its bits and their positions; they never send the tensors. Knows no modules and no
 groups.
 """
 
@@ -39,22 +39,22 @@ def copied_along(tensor: Tensor) -> list[tuple[int, Axis]]:
 
 
 def are_fake(axes: Sequence[Axis], device: torch.device) -> bool:
-    """True where the back end is fake, as in plans for more ranks than there are."""
+    """True if the back end is fake, as in plans for more ranks than exist."""
     return any(axis.pg is not None and "fake" in c10d.backend_name(axis.pg, device) for axis in axes)
 
 
-# --- are they equal -------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 PIECE_WORDS = 1 << 15
-"""Words that a checksum takes at a time: on the host they stay in the cache through all passes."""
+"""Words of a tensor processed at a time: on the host they stay in the cache through all passes."""
 _FACTOR = 0x1E3779B97F4A7C15
 
 
 class Checksums:
     """Checksums of the bits of tensors and their positions, computed on the devices of the tensors.
 
-    The memory in which they are computed, some pieces at a time, is kept for the next tensor.
+    The scratch memory, for some pieces at a time, is kept for the next tensor.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Checksums:
     def of(self, tensor: Tensor) -> Tensor | None:
         """The checksum of ``tensor``, a scalar; None if it has no values, or is of an unknown subclass.
 
-        It depends on each bit and its position; NaNs are bits like others.
+        It depends on each bit and its position, also in NaNs.
         """
         inner = tensor_impl.plain_parts(tensor.detach())
         if not all(tensor_impl.is_plain(part) and not part.is_meta for part in inner):
@@ -99,14 +99,14 @@ class Checksums:
         return _mix(words, spare).sum(1)
 
     def _allocate(self, num_words: int, device: torch.device) -> None:
-        """Make room for pieces of ``num_words``, of which the largest tensor needs no more."""
+        """Allocate scratch memory for pieces of up to ``num_words``."""
         words = torch.empty(_num_rows(device), num_words, dtype=torch.int64, device=device)
         positions = torch.arange(num_words, device=device).mul_(_FACTOR)
         self._buffers[device] = words, torch.empty_like(words), positions
 
 
 def _num_rows(device: torch.device) -> int:
-    """How many pieces are computed at once: on devices fewer launches matter more."""
+    """Pieces computed at once: many on a device, to save launches."""
     return 1 if device.type == "cpu" else 128
 
 
@@ -119,7 +119,7 @@ def _combined(numbers: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor, spare: Tensor) -> Tensor:
-    """Mix each word by itself, in place, so that differences do not cancel out in a sum."""
+    """Mix each word separately, in place, so that differences do not cancel out in a sum."""
     words.mul_(-0x40A7B892E31B1A47)
     torch.bitwise_right_shift(words, 29, out=spare)
     words.bitwise_xor_(spare).mul_(-0x6B2FB644ECCEEE15)
@@ -131,9 +131,9 @@ def _mix(words: Tensor, spare: Tensor) -> Tensor:
 class Claim:
     """A checksum of something that must be equal on the ranks along ``axes``.
 
-    A rank may have changed it since for good reason: ``is_unchanged``. If any rank has, only those are
-    compared whose checksum ``is_telling``, which means that a change would have changed it. A rank that it
-    does not concern does not take part.
+    ``is_unchanged`` is False if this rank has legitimately changed it since. If any rank has, the comparison
+    covers only unchanged ranks whose checksum ``is_telling``: a change would have changed it. ``takes_part``
+    is False on a rank that the claim does not concern.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Claim:
 def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     """Raise on all ranks that share the tensors if copies of any differ.
 
-    Reads each local tensor that has copies once, and reduces a few numbers for each over each axis of copies
+    Reads each local tensor that has copies once. Reduces a few numbers per tensor over each axis of copies,
     and one over all axes. ``device`` is that of the meshes. Collective, unless nothing has copies.
 
     Raises:
@@ -162,7 +162,7 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
 
 
 def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
-    """A claim for each of ``named`` and each mesh dimension along which others have copies of it."""
+    """A claim for each of ``named`` and each mesh dimension along which it has copies."""
     claims = []
     for name, tensor in named:
         along = copied_along(tensor)
@@ -174,7 +174,7 @@ def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
 
 @dataclass(frozen=True)
 class Findings:
-    """Names of what differs; for some of them, the ranks that agree with the first rank, and the others."""
+    """Names of differing tensors; for some, the ranks that agree with the first rank, and the others."""
 
     names: list[str]
     as_first: list[int]
@@ -313,11 +313,11 @@ def message_on_edits(findings: Findings) -> str:
     )
 
 
-# --- make them equal ------------------------------------------------------------------------------
+# --- making copies equal --------------------------------------------------------------------------
 
 
 class TensorInfo(NamedTuple):
-    """A rank's part of one tensor, by its coordinate on a mesh; None: a plain tensor, which it has whole."""
+    """A rank's part of one tensor, by its coordinate on a mesh; None for a plain tensor, which is whole."""
 
     coordinate: Sequence[int] | None
     shape: tuple[int, ...]
@@ -338,7 +338,7 @@ def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
 
 
 def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:
-    """Whether copies of ``tensor`` come from this rank if the source is at ``coordinate``."""
+    """Whether this rank sends copies of ``tensor`` if the source is at ``coordinate``."""
     return all(axis.rank == coordinate[dim] for dim, axis in copied_along(tensor))
 
 
@@ -346,12 +346,12 @@ def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:
 def make_equal(
     named: Sequence[Named], infos: Sequence[TensorInfo], broadcast: Broadcast, device: torch.device
 ) -> None:
-    """Make everything equal on all ranks that is replicated, with the values of the source of ``broadcast``.
+    """Give all ranks the replicated values of the source of ``broadcast``.
 
     ``infos`` are those of the source.
 
-    Of a DTensor, the copies along its replicated mesh dimensions are made equal: each rank takes over its own
-    part from the ranks at the coordinate of the source. A plain tensor comes from the source.
+    For a DTensor, the copies along its replicated mesh dimensions are made equal: each rank gets its own part
+    from the ranks at the coordinate of the source. A plain tensor comes from the source.
 
         mesh (replicate=2, shard=2), source at (1, 0)     (0, 0) <- (1, 0)     (0, 1) <- (1, 1)
 
@@ -373,13 +373,13 @@ def make_equal(
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], broadcast: Broadcast, device: torch.device) -> None:
-    """Give all ranks the source's contents of ``tensors``, which are plain. Collective."""
+    """Give all ranks the source's contents of plain ``tensors``. Collective."""
     for packed in _packed(tensors, device):
         broadcast.tensor(packed)
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Messages on ``device`` packed from ``tensors``; what the caller writes there goes back to them."""
+    """Messages on ``device`` packed from ``tensors``; the caller's writes are copied back to them."""
     flats = ((tensor.detach(), tensor.detach().contiguous().view(-1)) for tensor in tensors)
     items = ((each, each[1].numel(), each[1].itemsize) for each in flats if each[1].numel())
     for some in in_messages(items, PACKED_BYTES):

@@ -1,7 +1,7 @@
-"""Stop all ranks at the same step when the job is told to end: by a scheduler, by torchrun, by hand.
+"""Stop all ranks at the same step when a signal ends the job: from a scheduler, torchrun or a person.
 
-Ranks are told at different times, and some not at all. So what was heard is reduced over all ranks. The
-reduction of one step is looked at in the next one: it costs no waiting, and the answer is one step late.
+The signal reaches ranks at different times, and some not at all. So a flag is reduced over all ranks. Ranks
+read the reduction of one step in the next one: it costs no waiting, and the answer is one step late.
 
     step                    5                  6                  7
     rank 0    requested()   sends no           sends no           reads 6: yes, stop
@@ -23,22 +23,23 @@ from shardwise.torch_compat import c10d
 
 
 class StopSignal:
-    """Whether the job was told to end, with the same answer on all ranks. To be used in a ``with`` statement.
+    """Whether a signal has asked the job to end, with the same answer on all ranks. Use it in ``with``.
 
-    Inside, the signals do nothing but be noted, however often they come; afterwards their handlers are what
-    they were before. torchrun passes SIGTERM on to its workers, and kills them 30 seconds later, or after the
-    seconds of its ``--shutdown-timeout`` (which torch 2.11 lacks): a step and a save have to fit into that.
-    docs/guides/machines.md has a job for Slurm that stops and goes on.
+    Inside, signals are only recorded, however often they come; afterwards their previous handlers are
+    restored. torchrun passes SIGTERM on to its workers, and kills them 30 seconds later, or after its
+    ``--shutdown-timeout`` (which torch 2.11 lacks): a step and a save must fit into that time.
+    docs/guides/machines.md has a Slurm job that stops and resumes.
 
     Args:
-        signals: what tells the job to end. torchrun passes on those of its ``--signals-to-handle`` alone.
-        every: look only once in so many calls of :meth:`requested`. The answer is that many calls late.
+        signals: the signals that end the job. torchrun passes on only those of its ``--signals-to-handle``.
+        every: communicate only in every ``every``-th call of :meth:`requested`. The answer is that many
+            calls late.
 
     Raises:
-        RuntimeError: on entering, outside of the main thread, which alone can handle signals.
+        RuntimeError: on entering outside the main thread, the only one that can handle signals.
         ValueError: ``every`` is below 1.
 
-    Costs an all-reduce of one number between CPUs per look, which nobody waits for.
+    Costs an all-reduce of one number between CPUs each time it communicates; no rank waits for it.
 
     Example::
 
@@ -62,7 +63,7 @@ class StopSignal:
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> "StopSignal":
-        """Note signals from here on. Collective."""
+        """Record signals from here on. Collective."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "StopSignal: entered in a thread, and Python handles signals in the main thread only. Enter "
@@ -75,7 +76,7 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Handle signals as before. After an error, other ranks may not have sent what they would have."""
+        """Restore the handlers. Does not wait after an error: other ranks may not have sent their flags."""
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
@@ -88,9 +89,9 @@ class StopSignal:
         self._sent = None
 
     def requested(self) -> bool:
-        """Whether to stop now. Collective: all ranks call it equally often, once a step, say.
+        """Whether to stop now. Collective: all ranks call it equally often, such as once a step.
 
-        Once it is True it remains so, and communicates no more.
+        Once True, it remains True and stops communicating.
         """
         if not self._before:
             raise RuntimeError("StopSignal: requested() was called outside of `with StopSignal() as stop:`.")
@@ -121,8 +122,8 @@ def _call() -> AbstractContextManager[None]:
 
 
 def _group_of_all() -> dist.ProcessGroup | None:
-    """All ranks over CPUs, in a new group: others may be in use by other threads, and an earlier one of this
-    kind may have a collective left, after an error, that not all ranks have issued."""
+    """All ranks over CPUs, in a new group: other threads may use existing groups, and after an error an
+    earlier group of this kind may have a pending collective that not all ranks have issued."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None

@@ -1,6 +1,6 @@
-"""Which ranks wait for each other, or for one that does not come, and how to say so.
+"""Which ranks wait for each other, or for one that does not come, and the messages about it.
 
-Facts and text only. Asked by failures.py, after two seconds and after a wait has failed, and by watch.py.
+Facts and text only. failures.py uses it after two seconds and after a failed wait; watch.py uses it too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from shardwise.layout.fqns import listed, listed_ranks, ranks_by_value
 from shardwise.ranks.activity import RankStatus
 
 Statuses = Mapping[int, RankStatus | None]
-"""By rank; None of a rank that has not answered."""
+"""By rank; None for a rank that has not answered."""
 
 _DIFFERENT_PLACES = (
     "numbers of microbatches or steps that differ by rank, or a call that all ranks have to make, such as "
@@ -25,10 +25,10 @@ _DIFFERENT_MODULES = (
 
 def ranks_behind(own: RankStatus, others: Statuses) -> dict[int, list[str]]:
     """Which of ``others`` keep the rank of ``own`` waiting, and the kinds of which they have issued too few;
-    no kinds of a rank that has not answered.
+    no kinds for a rank that has not answered.
 
-    Not only of what it waits for: many back ends match collectives by their order alone, so that the last one
-    misses, whichever was left out.
+    Earlier kinds count as well: many back ends match collectives only by their order, so whichever
+    collective is left out, the last one is missing.
     """
     found: dict[int, list[str]] = {}
     for rank, other in others.items():
@@ -46,7 +46,7 @@ def ranks_behind(own: RankStatus, others: Statuses) -> dict[int, list[str]]:
 def deadlock(stuck: Statuses) -> str | None:
     """The message if none of these ranks can continue; None if any of them can, or may.
 
-    A rank that no other keeps waiting is only slow, and the others may wait for it.
+    A rank that waits for no other is only slow, and the others may wait for it.
     """
     found = {rank: status for rank, status in stuck.items() if status is not None}
     if len(found) < len(stuck) or not all(ranks_behind(own, stuck) for own in found.values()):
@@ -68,7 +68,7 @@ def disagreement_text(waits: Statuses) -> str:
     are_in_one_step = len(steps) == 1 and None not in steps
     causes = [_DIFFERENT_MODULES] if are_in_one_step else []
     if not are_in_one_step or len({wait.event for wait in waits.values() if wait}) > 1:
-        # In one step: a rank reduces, and another does not, because its last microbatch is still to come.
+        # In one step: one rank reduces, and another does not, because its last microbatch is still to come.
         causes.append(_DIFFERENT_PLACES)
     return (
         f"the ranks disagree on what to communicate: {'; '.join(told)}. Collectives must be issued in the "
@@ -80,7 +80,7 @@ def ended_text(
     own: RankStatus, silent: Sequence[int], peer: int | None, ended: RankStatus | None, closed: str
 ) -> str:
     """The end of the message that a connection was ``closed``, by ``peer`` or another ``silent`` rank.
-    ``ended``: what that has posted at the end of its program."""
+    ``ended``: what that rank has posted at the end of its program."""
     who = peer if peer in silent else silent[0]
     if ended is not None:
         return (
@@ -97,7 +97,7 @@ def ended_text(
 
 
 def report_of(statuses: Statuses) -> str:
-    """Which ranks wait for what, and where those are that they wait for; empty if nobody waits for long."""
+    """Which ranks wait for what, and where the awaited ranks are; empty if no rank waits for long."""
     shown: dict[int, RankStatus] = {}
     behind: set[int] = set()
     left_out: dict[int, str] = {}
@@ -107,7 +107,7 @@ def report_of(statuses: Statuses) -> str:
         others = {other: statuses[other] for other in own.ranks if other != rank and other in statuses}
         missing = ranks_behind(own, others)
         if not missing and own.event == "call":
-            continue  # all ranks have come to it: it computes, or writes files
+            continue  # all ranks are in it: it computes, or writes files
         shown[rank] = own
         behind |= missing.keys()
         for other, kinds in missing.items():
@@ -129,7 +129,7 @@ def report_of(statuses: Statuses) -> str:
     return f"No progress for {longest_s:.0f} s: " + "; ".join(lines)
 
 
-# Clauses without a verb that would have to agree with the number of ranks.
+# Clauses without a verb, which would have to agree with the number of ranks.
 
 
 def _doing(status: RankStatus) -> str:
@@ -143,7 +143,7 @@ def _doing(status: RankStatus) -> str:
 
 
 def _whereabouts(status: RankStatus | None) -> str:
-    """Where a rank is that others wait for."""
+    """Where an awaited rank is."""
     if status is None:
         return "not answering: ended, stopped, or no longer in the process group"
     if status.has_ended:
@@ -166,7 +166,7 @@ def _omission(kind: str, *others: str) -> str:
 
 
 def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[str]:
-    """All ranks have issued what is waited for, and it does not complete: who is elsewhere?"""
+    """For a collective that all ranks have issued and that does not complete: which ranks are elsewhere."""
     ranks = sorted({rank for status in shown.values() for rank in status.ranks} - shown.keys())
     others = {rank: _whereabouts(statuses[rank]) for rank in ranks if statuses.get(rank) is not None}
     cause = "a device still computes, or the network does not deliver"
@@ -176,6 +176,6 @@ def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[st
 
 
 def _by_clause(clauses: Mapping[int, str]) -> list[str]:
-    """One line for all ranks of which the same is told."""
+    """One line for all ranks with the same clause."""
     alike = ranks_by_value(sorted(clauses.items()))
     return [f"{listed_ranks(ranks)} {clause}" for clause, ranks in alike.items()]

@@ -1,16 +1,16 @@
-"""While a rank waits for long, all ranks tell what they do, and each prints the report of who waits for whom.
+"""While a rank waits for long, all ranks post what they do, and each prints a report of who waits for whom.
 
-The thread of the monitor (failures.py) looks four times a second, from outside. A rank that has waited for
-longer than the limit opens a round on the board. All ranks ask for a new round six times within the limit,
-whatever they do.
+The thread of the monitor (failures.py) looks four times a second. A rank that has waited longer than the
+limit opens a round on the board. All ranks check for a new round six times within the limit, even while they
+compute.
 
     rank 0   has waited for 30 s: rounds = 1     ... reads status/1/*, posts report/1    prints
     rank 3   somewhere else       sees rounds = 1, posts status/1/3        sees report/1, prints
 
-Told are waits in collectives of parameter groups, in comparisons of plans, and in public calls that
-communicate, on the host and on devices. Not told: what the caller communicates, as in ``dist.barrier()``, and
-what graphs communicate that were compiled as a whole; and ranks that only compute, read data, evaluate or are
-at a prompt, for as long as no rank waits for them.
+Reports cover waits in collectives of parameter groups, in comparisons of plans, and in public calls that
+communicate, on the host and on devices. They do not cover the caller's own communication, as in
+``dist.barrier()``, the communication of graphs compiled as a whole, and ranks that only compute, read data,
+evaluate or are at a prompt, as long as no rank waits for them.
 """
 
 import logging
@@ -25,7 +25,7 @@ from shardwise.torch_compat import interpreter
 
 VARIABLE = "SHARDWISE_WAIT_LIMIT"
 
-_ASKED_IN_LIMIT = 6  # how often the board is asked for new rounds
+_ASKED_IN_LIMIT = 6  # checks for new rounds within the limit
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def limit_of_environment() -> float | None:
     """The limit in seconds that SHARDWISE_WAIT_LIMIT gives, or the default; None: never report.
 
     Raises:
-        ValueError: it is no number from 0 on.
+        ValueError: it is not a number, or below 0.
     """
     text = os.environ.get(VARIABLE, "").strip() or "30"
     try:
@@ -58,30 +58,30 @@ class StallReporter:
         self._activity = activity
         self._interval_s = interval_s
         self.limit_s = limit_of_environment()
-        self._oldest: tuple[int, int] | None = None  # what is waited for, once that was asked
-        self._oldest_looks = 0  # since it is that
-        self._told_until: float = 0  # quiet looks: this wait was reported, or asked about in vain
+        self._oldest: tuple[int, int] | None = None  # the current wait, once queried
+        self._oldest_looks = 0  # since it last changed
+        self._told_until: float = 0  # quiet looks: this wait was reported, or its round gave no report
         self._since_asked = 0
         self._round = board.count("rounds", 0)  # an earlier process group may have used this store
         self._looks_in_round: int | None = None  # None: none is open
         self._leads = False
 
     def look(self) -> None:
-        """One look of the thread. Costs nothing but a comparison unless it is time to ask the board."""
+        """One look of the thread. Costs only a comparison until it is time to read the board."""
         quiet = self._activity.quiet_looks
         if quiet == 0:
             self._oldest, self._oldest_looks, self._told_until = None, 0, 0
         if self.limit_s is None:
             return
-        # Events are asked only once nothing was issued for a while: a CUDA graph that another thread captures
-        # does not survive such questions.
+        # Events are queried only after nothing was issued for a while: a query breaks the capture of a CUDA
+        # graph in another thread.
         if quiet >= self._looks(self.limit_s / 3):
             awaited = self._activity.awaited()
             oldest = None if awaited is None else (id(awaited[0]), awaited[1])
             self._oldest_looks = self._oldest_looks + 1 if oldest == self._oldest else 0
             self._oldest = oldest
         limit, between = self._looks(self.limit_s), self._looks(self.limit_s / _ASKED_IN_LIMIT)
-        # On a device, what is waited for was first looked at after a third of the limit.
+        # On a device, waits are first looked at after a third of the limit.
         is_late = self._oldest is not None and quiet >= limit and self._oldest_looks >= limit // 2
         if self._looks_in_round is not None:
             self._looks_in_round += 1
@@ -93,7 +93,7 @@ class StallReporter:
             self._join_round(limit)
         if self._looks_in_round is None and is_late and quiet >= self._told_until:
             self._told_until = quiet + limit
-            # Or another rank has just asked.
+            # Unless another rank has just opened this round.
             self._leads = self._board.count(f"rounds/{self._round + 1}") == 1
             if self._leads:
                 self._board.count("rounds")
@@ -103,19 +103,19 @@ class StallReporter:
         return max(1, round(seconds / self._interval_s))
 
     def _join_round(self, limit: int) -> None:
-        """Tell what this rank does if a rank has asked."""
+        """Post what this rank does, if a rank has opened a round."""
         newest = self._board.count("rounds", 0)
         if newest != self._round:
             self._round, self._looks_in_round = newest, 0
             status, quiet = self._activity.status(), self._activity.quiet_looks
-            # Half the limit is late enough to be told once another rank is late.
+            # Half the limit is late enough to be reported once another rank is late.
             is_late = self._oldest is not None and status.event != "" and quiet >= limit // 2
             code, quiet_s = interpreter.where_main_thread_is(), quiet * self._interval_s
             status = replace(status, quiet_s=quiet_s, code=code, is_late=is_late)
             self._board.post(f"status/{newest}/{self._rank}", status)
 
     def _follow_round(self, looks: int, patience: int, is_late: bool) -> None:
-        """Print the report when it is there; the rank that has asked writes it."""
+        """Print the report once it exists; the rank that opened the round writes it."""
         if self._leads:
             told = self._board.statuses(f"status/{self._round}", range(self._world))
             told |= self._board.statuses("ended", [rank for rank, status in told.items() if status is None])
@@ -127,5 +127,5 @@ class StallReporter:
             _log.warning(text)
             if self._oldest is not None:
                 self._told_until = math.inf  # this wait: once
-        if text is not None or looks >= 2 * patience:  # or who has asked is gone
+        if text is not None or looks >= 2 * patience:  # the rank that opened the round may be gone
             self._looks_in_round = None

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, memory_in_bytes, shapes_of
+from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, shapes_of
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import Call, DryRunPlan, dry_run
-from shardwise.engine.module_state import sharded_module_states
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.strategies.choice import Choice, Trial, message_that_nothing_fits, overrides_for
@@ -50,9 +49,8 @@ class AutoOptions:
         given = [name for name, value in vars(self).items() if value is not None]
         if given:
             raise ValueError(
-                f"shard_model: {' and '.join(given)} {'is' if len(given) == 1 else 'are'} for "
-                f'strategy="auto", and strategy is {strategy!r}, for which nothing is to be chosen. Leave '
-                f'{"it" if len(given) == 1 else "them"} out, or pass strategy="auto".'
+                f'shard_model: strategy is {strategy!r}, and only "auto" takes {" and ".join(given)}, to '
+                'choose by. Leave that out, or pass strategy="auto".'
             )
 
     @property
@@ -100,16 +98,7 @@ def _check(model: nn.Module, options: AutoOptions) -> None:
                 f"{example}."
             )
     memory_in_bytes("shard_model", options.memory)
-    if sharded_module_states(model):
-        raise ValueError(
-            'shard_model: strategy="auto" chooses for a whole model, and modules inside this one are sharded '
-            "already. Name a strategy for the rest."
-        )
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError(
-            'shard_model: strategy="auto" looks at a training step, and no parameter of the model requires a '
-            "gradient. Name a strategy."
-        )
+    check_model('shard_model(strategy="auto")', model)
 
 
 def _shapes(resolved: ShardMesh, mesh: DeviceMesh | None, dims: Any) -> dict[str, dict[str, int]]:

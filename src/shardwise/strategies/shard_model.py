@@ -326,12 +326,38 @@ def _rehearse(
 ) -> None:
     """Raise what ``fully_shard`` would raise for the parameters of any group, before the first is sharded."""
     names = names_below([model])
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module, modules in own.items():
         arguments = plans[module].arguments
         meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
         rule = PrecisionRule(arguments["mp_policy"], [module], modules)
         for param, sites in Found([model], modules, names, ignored).params.items():
             make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
+            places.setdefault(param, []).extend((module, site.fqn) for site in sites)
+    for found_at in places.values():
+        if len({module for module, _ in found_at}) > 1:
+            _check_tie(found_at, names, own, plans)
+
+
+def _check_tie(
+    found_at: list[tuple[nn.Module, str]],
+    names: dict[nn.Module, str],
+    own: dict[nn.Module, list[nn.Module]],
+    plans: dict[nn.Module, GroupPlan],
+) -> None:
+    """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
+    around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]
+    lowest = max(around, key=lambda module: len(names[module]))
+    meshes = {}
+    for module in (lowest, *(module for module, _ in found_at)):
+        arguments = plans[module].arguments
+        meshes[id(arguments["mesh"]), id(arguments.get("dp_mesh_dims"))] = names[module] or "the model"
+    if len(meshes) > 1:
+        raise ValueError(
+            f"shard_model: {' and '.join(fqn for _, fqn in found_at)} are tied, but their groups, and the "
+            f"one around both, are sharded over different meshes ({', '.join(meshes.values())}). Give them "
+            "one strategy, or untie them."
+        )
 
 
 def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
