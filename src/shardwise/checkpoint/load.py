@@ -174,13 +174,12 @@ def _load(
         return plan_optimizers(saved, optimizers, parameter_names(model), strict)
 
     targets = LoadTargets(str(manifest.path), entries, strict, convert_dtype, ValueError)
-    _, plans, own = rank_group.run_on_all_ranks(
-        lambda: (
-            _expect(manifest, targets, all_names),
-            plan(),
-            {name: thing.state_dict() for name, thing in stateful.items()},
-        )
-    )
+
+    def check() -> tuple[list[OptimizerPlan], dict[str, Any]]:
+        _expect(manifest, targets, all_names)
+        return plan(), {name: thing.state_dict() for name, thing in stateful.items()}
+
+    plans, own = rank_group.run_on_all_ranks(check)
     places = tensor_places(own)
     everywhere = {place for each in rank_group.distinct(places, places) for place in each}
     state_plans, left = rank_group.run_on_all_ranks(
@@ -359,7 +358,7 @@ class Reading:
         tensors = {key: target for key, target in targets.items() if target is not None}
         with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
             read(self.manifest, tensors, trust=False)
-        values = {key: self.values[key] for key in targets.keys() - tensors} | tensors
+        values: dict[Any, Any] = {key: self.values[key] for key in targets.keys() - tensors} | tensors
         with _trying("the model did not take what was read"):
             # Tensors have been read into the model's own; this is for states of other kinds, and for hooks.
             state = {

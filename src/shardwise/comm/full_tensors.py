@@ -246,7 +246,7 @@ def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) 
 
 
 def _corner(view: Tensor, sizes: Sequence[int]) -> Tensor:
-    return view[tuple(slice(size) for size in sizes)]
+    return view if view.shape == sizes else view[tuple(slice(size) for size in sizes)]
 
 
 def full_values(entries: Mapping[Any, Any], owner: int | None, cpu: bool) -> dict[Any, Any]:

@@ -280,7 +280,8 @@ def load_from_one(
     messages = None if pairs is None else _messages(targets.without_repeats(pairs), limit)
     transfer = _RowTransfer(targets, broadcast, device)
     while True:
-        header, rows, cause = None, None, None
+        header: Any = None
+        rows, cause = None, None
         if messages is not None:
             try:
                 header, rows = next(messages, (None, None))
@@ -306,7 +307,8 @@ class _RowTransfer:
 
     def send(self, blocks: "list[_RowBlock]", rows: list[Tensor | None] | None) -> None:
         """One message; ``rows`` on the rank that has them."""
-        directly, packed = [], []
+        directly: list[tuple[_RowBlock, Tensor | None]] = []
+        packed: list[tuple[_RowBlock, Tensor | None]] = []
         for block, some in zip(blocks, rows or [None] * len(blocks), strict=True):
             entry = self._targets.entries.get(block.name)
             if entry is None:
