@@ -181,7 +181,7 @@ def test_links_that_somebody_put_into_the_folder_are_followed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["offset", "length", "sizes", "relative_path"])
-def test_f49_an_index_of_other_types_is_refused(tmp_path: Path, what: str) -> None:
+def test_an_index_of_other_types_is_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "x"
     saved(path)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from arrangements import Way
+from arrangements import Way, world_of
 from checkpointing import HALF, Net, Run, by_block, everything, first_half, second_half, uninterrupted
 from comparing import assert_all_same
 from dynamo import quiet_dynamo
@@ -176,7 +176,7 @@ WAYS = [
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_it_steps_models_sharded_in_any_way(way: Way, request: pytest.FixtureRequest) -> None:
-    world: World = request.getfixturevalue(f"world{way.ranks}")
+    world = world_of(way, request)
     want = trained_in(None, way.build, is_flat=False)
     assert_all_same(world.run(trained_in, way, way.build, is_flat=True), want, 1e-10)
 
@@ -315,7 +315,7 @@ def in_way(model: nn.Module, layout: Layout | None, kind: str) -> nn.Module:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", [Way(1), Way(2), Way(2, "ddp"), Way(4, "hybrid"), Way(2, "offload")], ids=str)
 def test_runs_are_made_once(way: Way, request: pytest.FixtureRequest) -> None:
-    world: World = request.getfixturevalue(f"world{way.ranks}")
+    world = world_of(way, request)
     run = Kind("AdamW", {"fused": True}).run(shard=partial(in_way, kind=way.kind))
     assert world.run(number_of_plans, run) == [1] * way.ranks
 
@@ -1228,7 +1228,7 @@ ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter 
 ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
 ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
 ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
-TypeError: FlatOptimizer: elementwise is 1; pass True or False.
+TypeError: FlatOptimizer: elementwise is 1, an int; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
 ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, and schedulers from it.""",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same
+from comparing import assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, layout_inputs, parameters_of, seat, whole
 from torch import Tensor, nn
@@ -214,8 +214,7 @@ def test_torchs_own_scaler_will_do_where_all_gradients_are_placed_alike(world4: 
 def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
     for kinds in (KINDS["zero3"], KINDS["replicated_then_sharded"]):
         for overflow in [None, ("row", 0, 0), ("row", 1, ROWS - 1)]:
-            ranks = world.run(training, Layout((1, world.size)), kinds, overflow)
-            assert_all_same(ranks, training(None, kinds, overflow))
+            assert_as_plain(world, training, Layout((1, world.size)), kinds, overflow)
 
 
 @pytest.mark.thin(5)
@@ -224,8 +223,7 @@ def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
 def test_adam_in_all_its_implementations_skips_too(world2: World, make: str, options: dict[str, Any]) -> None:
     kinds = KINDS["zero3"]
     for overflow in [None, ("row", 1, ROWS - 1)]:
-        ranks = world2.run(training, Layout((1, 2)), kinds, overflow, make, **options)
-        assert_all_same(ranks, training(None, kinds, overflow, make, **options))
+        assert_as_plain(world2, training, Layout((1, 2)), kinds, overflow, make, **options)
 
 
 # --- the first gradient is not like the others ----------------------------------------------------
@@ -242,7 +240,7 @@ def led_by_a_scalar(layout: Layout | None, overflow: Overflow) -> dict[str, Any]
 @pytest.mark.parametrize("layout", [SQUARE, Layout((1, 4))], ids=str)
 def test_a_scalar_in_front_hides_nothing(world4: World, layout: Layout) -> None:
     for overflow in [None, ("row", 1, 0), ("row", 1, ROWS - 1)]:
-        assert_all_same(world4.run(led_by_a_scalar, layout, overflow), led_by_a_scalar(None, overflow))
+        assert_as_plain(world4, led_by_a_scalar, layout, overflow)
 
 
 TENSOR_PARALLEL = Layout((2, 2), ("dp", "tp"), ("dp",))
@@ -288,8 +286,7 @@ def tensor_parallel(layout: Layout | None, order: str, row: int | None) -> dict[
 @pytest.mark.parametrize("order", ["split_first", "plain_first"])
 def test_parameters_split_by_tensor_parallelism_are_skipped_by_all(world4: World, order: str) -> None:
     for row in (None, 0, 3, 7):
-        ranks = world4.run(tensor_parallel, TENSOR_PARALLEL, order, row)
-        assert_all_same(ranks, tensor_parallel(None, order, row))
+        assert_as_plain(world4, tensor_parallel, TENSOR_PARALLEL, order, row)
 
 
 # --- as scripts use it ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import Way, built
+from arrangements import Way, built, world_of
 from comparing import assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
@@ -149,7 +149,7 @@ def assert_as_plain(request: Any, way: Way, program: Callable[..., Any], *args: 
     """The program comes to the same bits on all ranks as in this process."""
     with one_thread():
         want = program(way, *args)
-    for rank, got in enumerate(request.getfixturevalue(f"world{way.ranks}").run(program, way, *args)):
+    for rank, got in enumerate(world_of(way, request).run(program, way, *args)):
         assert_equal(got, want, f"rank {rank}")
 
 
@@ -412,7 +412,7 @@ def test_a_script_trains_as_in_one_process(way: Way, kind: Kind, scaler_of: str,
         want = script(way, kind, scaler_of)
     assert want["scale"] == 2.0**9  # one step was skipped
     assert want["seen"] == ["before", "after"] * 3
-    for got in request.getfixturevalue(f"world{way.ranks}").run(script, way, kind, scaler_of):
+    for got in world_of(way, request).run(script, way, kind, scaler_of):
         assert (got["seen"], got["scale"]) == (want["seen"], want["scale"])
         for each in (got, got["averages"]):
             reference = want if each is got else want["averages"]
@@ -594,7 +594,7 @@ def on(way: Way, request: Any, program: Callable[..., Any], *args: Any) -> Any:
     if way == ONE_PROCESS:
         with one_thread():
             return [program(way, *args)]
-    return request.getfixturevalue(f"world{way.ranks}").run(program, way, *args)
+    return world_of(way, request).run(program, way, *args)
 
 
 @pytest.mark.thin(14)
@@ -737,7 +737,7 @@ FAILURES = {
 def test_a_first_step_that_fails_on_one_owner_fails_everywhere_and_changes_nothing(
     way: Way, kind: Kind, request: Any
 ) -> None:
-    ran = request.getfixturevalue(f"world{way.ranks}").run(failing_step, way, kind)
+    ran = world_of(way, request).run(failing_step, way, kind)
     assert all(changed == [] for _, changed in ran), ran
     assert len({text.removeprefix("on rank 0: ").removeprefix("on rank 1: ") for text, _ in ran}) <= 2, ran
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same
+from comparing import assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, part, refusal, seat, tensors_of, train_on, whole
 from models import (
@@ -177,15 +177,13 @@ def accumulated(
 def test_microbatches_add_up_however_they_are_deferred(
     world4: World, pattern: list[tuple[bool, bool]], recipe: Recipe
 ) -> None:
-    ranks = world4.run(accumulated, SQUARE, recipe, pattern, {})
-    assert_all_same(ranks, accumulated(None, recipe, pattern, {}))
+    assert_as_plain(world4, accumulated, SQUARE, recipe, pattern, {})
 
 
 @pytest.mark.parametrize("layout", [Layout((4, 1)), Layout((1, 4))], ids=str)
 def test_deferring_works_when_one_of_the_dimensions_is_trivial(world4: World, layout: Layout) -> None:
     pattern = PATTERNS["scatter_then_all"]
-    ranks = world4.run(accumulated, layout, UNEVEN, pattern, {})
-    assert_all_same(ranks, accumulated(None, UNEVEN, pattern, {}))
+    assert_as_plain(world4, accumulated, layout, UNEVEN, pattern, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -231,8 +229,7 @@ def deferred_then_cleared(
 def test_clearing_gradients_clears_what_the_replicas_have_deferred(
     world4: World, how: str, deferred: tuple[bool, bool], has_grad: bool
 ) -> None:
-    ranks = world4.run(deferred_then_cleared, SQUARE, how, deferred, has_grad)
-    assert_all_same(ranks, deferred_then_cleared(None, how, deferred, has_grad))
+    assert_as_plain(world4, deferred_then_cleared, SQUARE, how, deferred, has_grad)
 
 
 def clipped(layout: Layout | None) -> dict[str, Any]:
@@ -254,7 +251,7 @@ def clipped(layout: Layout | None) -> dict[str, Any]:
 
 
 def test_deferring_clipping_and_evaluating_train_as_plainly(world4: World) -> None:
-    assert_all_same(world4.run(clipped, SQUARE), clipped(None))
+    assert_as_plain(world4, clipped, SQUARE)
 
 
 # --- the divisor ----------------------------------------------------------------------------------
@@ -376,7 +373,7 @@ def named_accumulation(layout: Layout | None, dims: dict[str, Any]) -> dict[str,
 @pytest.mark.parametrize("name", ["hybrid", "replicated", "replicated_over_both", "cube_sharded_over_two"])
 def test_named_dimensions_defer_their_gradients_too(world4: World, name: str) -> None:
     layout, dims = NAMED[name]
-    assert_all_same(world4.run(named_accumulation, layout, dims), named_accumulation(None, dims))
+    assert_as_plain(world4, named_accumulation, layout, dims)
 
 
 def local_sizes(layout: Layout, dims: dict[str, Any]) -> dict[str, Any]:
@@ -457,7 +454,7 @@ SPMD = [name for name in NAMED if not name.startswith("cube")]
 @pytest.mark.parametrize("name", SPMD)
 def test_parameters_that_are_dtensors_on_the_whole_mesh_train_as_plainly(world4: World, name: str) -> None:
     layout, dims = NAMED[name]
-    assert_all_same(world4.run(spmd_run, layout, dims, True), spmd_run(None, dims, True))
+    assert_as_plain(world4, spmd_run, layout, dims, True)
 
 
 @pytest.mark.sample(3)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same
+from comparing import assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, seat, tensors_of, whole
 from models import built, random_batch, shard_tower
@@ -70,7 +70,7 @@ def trained(layout: Layout | None, run: Run) -> dict[str, Any]:
 
 
 def assert_trains_as_plainly(world: World, layout: Layout, run: Run) -> None:
-    assert_all_same(world.run(trained, layout, run), trained(None, run))
+    assert_as_plain(world, trained, layout, run)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def states(layout: Layout | None, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_states_hold_the_full_values(world4: World, layout: Layout, sizes: tuple[int, int, int]) -> None:
     run = Run(plan="everything", sizes=sizes)
-    assert_all_same(world4.run(states, layout, run), states(None, run))
+    assert_as_plain(world4, states, layout, run)
 
 
 class Uneven(nn.Sequential):
@@ -369,7 +369,7 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
 def test_parameters_on_the_whole_mesh_train_as_plainly(
     world4: World, layout: Layout, sizes: tuple[int, int, int]
 ) -> None:
-    assert_all_same(world4.run(on_whole_mesh, layout, sizes), on_whole_mesh(None, sizes))
+    assert_as_plain(world4, on_whole_mesh, layout, sizes)
 
 
 # --- with low precision ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrangements import Way
+from arrangements import Way, world_of
 from comparing import same
 from harness import World
 from meshed import refusal
@@ -44,7 +44,7 @@ def copied_state(way: Way) -> bool:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureRequest) -> None:
-    assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_state, way))
+    assert all(world_of(way, request).run(copied_state, way))
 
 
 def pickled_bytes() -> list[float]:
@@ -149,4 +149,4 @@ def copied_model(way: Way) -> bool:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [Way(2), Way(4, "hybrid", "tied"), Way(2, "zero2")], ids=str)
 def test_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
-    assert all(request.getfixturevalue(f"world{way.ranks}").run(copied_model, way))
+    assert all(world_of(way, request).run(copied_model, way))

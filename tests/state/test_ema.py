@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from arrangements import WAYS, Way, built
+from arrangements import WAYS, Way, built, world_of
 from comparing import same
 from expecttest import assert_expected_inline
 from harness import World
@@ -57,7 +57,7 @@ def averaged(way: Way) -> Any:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_average_is_that_of_plain_weights(way: Way, request: pytest.FixtureRequest) -> None:
     want = averaged_plainly(way)
-    for before, inside, after in request.getfixturevalue(f"world{way.ranks}").run(averaged, way):
+    for before, inside, after in world_of(way, request).run(averaged, way):
         for name, value in want.items():
             torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
         kept = {name: value for name, value in inside.items() if name not in want}
@@ -88,7 +88,7 @@ def test_forward_uses_the_average_inside_and_the_weights_outside(
         first = model(x)
         push(model, 1)
         pushed = model(x)
-    for outputs in request.getfixturevalue(f"world{way.ranks}").run(forwards_around_a_swap, way):
+    for outputs in world_of(way, request).run(forwards_around_a_swap, way):
         torch.testing.assert_close(outputs, [pushed, first, pushed], rtol=0, atol=1e-10)
 
 

@@ -1,9 +1,10 @@
 """Whether two results are the same, through dicts, lists and tuples: the one comparison of the tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from harness import World
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,14 @@ def assert_equal(got: Any, want: Any, what: str = "", atol: float = 0.0, rtol: f
         else:
             assert got.dtype == want.dtype, f"{what}: {got.dtype} where {want.dtype} is expected"
             assert torch.equal(got, want), told
+
+
+def assert_as_plain(
+    world: World, program: Callable[..., Any], where: Any, *args: Any, atol: float = 1e-10, **how: Any
+) -> None:
+    """`program` finds the same on the ranks, which are told where they are, as in this process, without that."""
+    ranks = world.run(program, where, *args, **how)
+    assert_all_same(ranks, program(None, *args, **how), atol=atol)
 
 
 def same(left: Any, right: Any) -> bool:

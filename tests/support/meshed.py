@@ -8,7 +8,7 @@ def program(layout, ...):                  # module level: it is sent by name
     return tensors_of(model)
 
 def test_it(world4):
-    assert_all_same(world4.run(program, LAYOUT, ...), program(None, ...))
+    assert_as_plain(world4, program, LAYOUT, ...)
 """
 
 import math

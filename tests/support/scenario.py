@@ -205,8 +205,9 @@ def run_sharded(scenario: Scenario, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def notes_of(scenario: Scenario, side: Side, args: tuple[Any, ...]) -> dict[str, Any]:
     returned = inspect.unwrap(scenario)(side, *args)
-    for name, value in (returned or {}).items():
-        side.note(name, value)
+    if isinstance(returned, dict):
+        for name, value in returned.items():
+            side.note(name, value)
     return side.notes
 
 
