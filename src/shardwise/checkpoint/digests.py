@@ -1,6 +1,7 @@
 """What the bytes of a checkpoint were when they were written, and whether they still are.
 
-A file `.digests` in the folder says so; torch's own reader does not know it.
+A file `.digests` in the folder says so; torch's own reader does not know it. torch writes the data files and
+syncs them, through a stream that sums what passes (`create_stream`).
 
     {"save": ..., "host": ..., "metadata": {"bytes": ..., "sha256": ...},
      "files": {"__0_0.distcp": {"ends": [1261, 2838, ...], "crc32": "26770dca83dcefb7..."}, ...}}

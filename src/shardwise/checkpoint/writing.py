@@ -107,7 +107,7 @@ def _write_files(
 
     def finish() -> None:
         writer.finish(metadata, [written for written, _ in results])
-        sync(folder / METADATA)
+        sync(folder / METADATA)  # torch syncs the data files, and this one before Python has flushed it
         sums = {name: each for _, of_rank in results for name, each in of_rank.items()}
         write_digests(folder, writer.save_id, (folder / METADATA).read_bytes(), sums)
 

@@ -395,12 +395,12 @@ def is_of_device(thing: Any, kind: str, device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The computing stream: the caller's current one."""
+    """The caller's current stream, on which it computes unless it is inside a ``CommStream``."""
     return _own(device, "current_stream", torch.accelerator)(device)
 
 
 def timed_event(device: torch.device) -> Any:
-    """An event with timing, recorded on the computing stream of ``device``."""
+    """An event with timing, recorded on the current stream of ``device``."""
     own = _own(device, "Event", torch)
     event = own(device=device, enable_timing=True) if own is torch.Event else own(enable_timing=True)
     event.record(current_stream(device))

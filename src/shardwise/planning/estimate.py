@@ -236,7 +236,10 @@ class _Options:
 
 
 def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: int) -> list[Change]:
-    """What would lower the peak of the row that takes least, from the smallest peak on; each is run."""
+    """What would lower the peak of the row that takes least, from the smallest peak on.
+
+    Each is run, except offloading: its step is that of the row, without what would be in host memory.
+    """
     least = min(found.rows, key=lambda row: row.peak.num_bytes)
     name, is_checkpointed = least.strategy, least.is_checkpointed
     tried = {row.strategy for row in found.rows}
