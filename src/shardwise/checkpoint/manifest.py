@@ -157,6 +157,8 @@ class Manifest:
             yield f"{index.fqn}{_at(index)} in {records[index].relative_path} is no part of the checkpoint"
         by_file: dict[str, list[Any]] = {}
         for index, record in records.items():
+            if record.offset < 0 or record.length < 0:
+                yield f"{index.fqn}{_at(index)} has a negative place in {record.relative_path}"
             by_file.setdefault(record.relative_path, []).append((record.offset, record.length, index))
         for name, each in by_file.items():
             each.sort(key=lambda part: part[:2])

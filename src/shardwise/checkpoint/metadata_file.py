@@ -129,4 +129,7 @@ def _made(value: Any) -> Any:
         return None  # a path, or the layout of a tensor: nobody asks
     state = value.state[1] if isinstance(value.state, tuple) else value.state  # slots are the second
     own = {field.name for field in fields(_MADE[name])}
-    return _MADE[name](**{key: _made(each) for key, each in (state or {}).items() if key in own})
+    made = _MADE[name](**{key: _made(each) for key, each in (state or {}).items() if key in own})
+    if isinstance(made, Record) and not isinstance(made.relative_path, str):
+        raise TypeError(f"the file of a record is a {type(made.relative_path).__name__}")
+    return made

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from shardwise.doctor.devices import check_devices
 from shardwise.doctor.folders import check_folder
@@ -97,11 +98,11 @@ def _differences(subject: str, facts: Sequence[Mapping[str, str]], advice: str) 
 def _check_clocks(job: Job, around: Surroundings) -> list[Finding]:
     """How far the clock of each rank is ahead of that of rank 0: logs and traces are compared by time.
 
-    An exchange ends on rank 0 first, and on the others when they look. So each reads its clock later than
-    rank 0, by as little as in the best of several rounds.
+    An exchange ends on rank 0 first, and on the others when they look, within milliseconds. The median of
+    several rounds leaves out those in which a rank was held up.
     """
     rounds = [job.gather("clocks", around.clock) for _ in range(_ROUNDS)]
-    offsets = [min(times[rank] - times[0] for times in rounds) for rank in range(job.world)]
+    offsets = [median(times[rank] - times[0] for times in rounds) for rank in range(job.world)]
     advice = "Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine."
     found = [
         wrong(

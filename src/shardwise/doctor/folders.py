@@ -25,8 +25,15 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
     Rank 0 makes the folder if it is not there, as a save does, and removes it afterwards.
     """
     subject = f"folder {folder}"
-    missing = [each for each in (folder, *folder.parents) if not each.exists()] if job.rank == 0 else []
-    why_not, name = job.gather(subject, lambda: (_make(folder) if job.rank == 0 else "", uuid.uuid4().hex))[0]
+    missing: list[Path] = []
+
+    def make() -> tuple[str, str]:
+        if job.rank:
+            return "", ""
+        missing.extend(each for each in (folder, *folder.parents) if not each.exists())
+        return _make(folder), uuid.uuid4().hex
+
+    why_not, name = job.gather(subject, make)[0]
     if why_not:
         return [wrong(subject, f"rank 0 cannot make it, as a save would: {why_not}.")]
     names = [f".shardwise-doctor-{name}-{rank}" for rank in range(job.world)]

@@ -152,13 +152,13 @@ class Job:
 
     def _collected(self, key: str) -> list[dict[str, Any]]:
         """What all ranks have told at ``key``; an error of those that have told nothing in time."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + 2 * self.timeout_s  # a rank may be in ``within_timeout``
         found = []
         for rank in range(self.world):
             try:
                 found.append(self._wait_for(f"{key}/{rank}", deadline - time.monotonic()))
             except TimeoutError:
-                found.append({"error": f"no answer within {self.timeout_s:g} s. Has its process ended?"})
+                found.append({"error": f"no answer within {2 * self.timeout_s:g} s. Has its process ended?"})
         return found
 
     def _wait_for(self, key: str, within_s: float) -> Any:

@@ -374,12 +374,15 @@ def make_equal(
 
 def broadcast_tensors(tensors: Sequence[Tensor], broadcast: Broadcast, device: torch.device) -> None:
     """Give all ranks the source's contents of plain ``tensors``. Collective."""
-    for packed in _packed(tensors, device):
+    for packed in _packed(tensors, device, is_source=broadcast.is_source):
         broadcast.tensor(packed)
 
 
-def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Messages on ``device`` packed from ``tensors``; the caller's writes are copied back to them."""
+def _packed(tensors: Sequence[Tensor], device: torch.device, *, is_source: bool = False) -> Iterator[Tensor]:
+    """Messages on ``device`` packed from ``tensors``; the caller's writes are copied back to them.
+
+    ``is_source``: they are sent from here, and stay as they are.
+    """
     flats = ((tensor.detach(), tensor.detach().contiguous().view(-1)) for tensor in tensors)
     items = ((each, each[1].numel(), each[1].itemsize) for each in flats if each[1].numel())
     for some in in_messages(items, PACKED_BYTES):
@@ -390,6 +393,8 @@ def _packed(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]
         for piece, view in zip(pieces, views, strict=True):
             view.copy_(piece)
         yield message
+        if is_source:
+            continue
         for piece, view in zip(pieces, views, strict=True):
             piece.copy_(view)
         for (tensor, flat), _, end in some:

@@ -6,7 +6,7 @@ known by then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.buffers import bytes_of
 from shardwise.comm.full_tensors import RowScatter, own_region, write_rows
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
@@ -89,7 +90,8 @@ class LoadTargets:
                     dtypes.append(f"{name} is of {found.dtype} there and of {entry.value.dtype} here")
         if dtypes:
             problems.append(
-                f"dtypes differ: {listed(dtypes)} (pass convert_dtype=True to convert floating-point values)"
+                f"dtypes differ: {listed(dtypes)} "
+                + ("(only floating-point values are converted)" if self.converts else _CONVERT)
             )
         if self.is_strict is not False and self.unexpected:
             hint = " (pass strict=False to pass over them)" if self.is_strict else ""
@@ -131,11 +133,13 @@ class LoadTargets:
 
     def refuse_broken_ties(self, read: Callable[[str], Any]) -> None:
         """Refuse different values for names that are tied in the model."""
-        first: dict[int, str] = {}
+        first: dict[Hashable, str] = {}
         for name in self.came:
             entry = self.entries[name]
-            other = first.setdefault(id(entry.value), name)
-            if entry.is_tensor and other != name and not _is_same(read(name), read(other)):
+            if not entry.is_tensor:
+                continue
+            other = first.setdefault(memory_of(dtensor.plain(entry.value)), name)
+            if other != name and not _is_same(read(name), read(other)):
                 self.refuse([_broken_tie(other, name)])
 
     def without_repeats(self, pairs: Pairs) -> Pairs:
@@ -181,6 +185,9 @@ class LoadTargets:
         (whole.view(1) if not shape else whole)[start : start + len(rows)].copy_(rows)
 
 
+_CONVERT = "(pass convert_dtype=True to convert floating-point values)"
+
+
 def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
     if entry.is_tensor != (found.shape is not None):
         return f"{name} is a tensor on one side only"
@@ -201,17 +208,15 @@ def _broken_tie(one: str, other: str) -> str:
     )
 
 
-def _bits(value: Tensor) -> Tensor:
-    return value.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def _digest(value: Tensor) -> bytes:
-    contents = _bits(value.cpu())
+    contents = bytes_of(value.detach().cpu())
     return sha256(repr((value.shape, value.dtype)).encode() + contents.numpy().tobytes()).digest()
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    return memory_of(left) == memory_of(right) or torch.equal(_bits(left), _bits(right))
+    if memory_of(left) == memory_of(right):
+        return True
+    return torch.equal(bytes_of(left.detach()), bytes_of(right.detach()))
 
 
 @dataclass(frozen=True)

@@ -241,11 +241,11 @@ def _shard_copy(
     """Shard ``copy`` as ``model`` would be, for a dry run."""
     params = zip(model.parameters(), copy.parameters(), strict=True)
     modules = zip(model.modules(), copy.modules(), strict=True)
-    chosen = {own for module, own in modules if module in blocks}
+    wanted = {own for module, own in modules if module in blocks}
     shard_model(
         copy,
         strategy=cast(Strategy, strategy),
-        wrap=WrapWhere(lambda module: module in chosen) if chosen else None,
+        wrap=WrapWhere(lambda module: module in wanted) if wanted else None,
         mesh=mesh,
         overrides=overrides,
         ignored_params={own for param, own in params if param in ignored},
@@ -368,7 +368,8 @@ def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]],
     }
     num_groups = Counter(param for share in shares.values() for param in share if id(param) not in ignored)
     kept = {param: param.numel() for param, n in num_groups.items() if n > 1 or param in shares[model]}
-    numel, total = sum(kept.values()), sum(param.numel() for param in num_groups)
+    numel = sum(kept.values())
+    total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
     if 2 * numel <= total:
         return
     names = {param: clean(name) for name, param in model.named_parameters()}

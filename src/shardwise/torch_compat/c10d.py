@@ -142,8 +142,10 @@ def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
 
 def backend_name(pg: dist.ProcessGroup, device: torch.device) -> str:
     """The back end for ``device`` in ``pg``; ``dist.get_backend`` says "undefined" if there are several."""
-    backend = _backend_of(pg, device)
-    return str(dist.get_backend(pg) if backend is None else backend.name()).lower()
+    try:
+        return str(_backend_of(pg, device).name()).lower()
+    except (RuntimeError, AttributeError, TypeError):  # it has no back end, or that has no name
+        return str(dist.get_backend(pg)).lower()
 
 
 _NCCL = {"nccl", "nccl2", "nccl-legacy", "nccl-lazy"}

@@ -129,6 +129,9 @@ class TracedStream:
     def _wait(self, work: Marked, wait: Finish) -> None:
         """Have the computation wait for ``work``."""
         timeline = self._timeline
+        if not timeline.is_recording:
+            wait()
+            return
         self._timeline.memory.settle()
         with timeline.interrupted() as ends:
             wait()
@@ -147,6 +150,8 @@ class TracedStream:
         """As of ``inner``; tells when."""
 
         def traced() -> _V:
+            if not self._timeline.is_recording:
+                return copy()
             begin = self._timeline.clock.mark()
             result = copy()
             self._timeline.add(COPIES, self._name, begin, self._timeline.clock.mark())
