@@ -595,11 +595,15 @@ shard_model: wrap is 3, an int. Pass a module class or a set of them,
 a function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is 'blocks.*', a str. Pass a module class or a set
 of them, a function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap contains 'Block', a str; pass module classes, or a
 function (name, module) -> bool to choose single modules.
@@ -614,26 +618,36 @@ shard_model: wrap is a Linear. Pass a module class or a set of them, a
 function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is the class WrapBySize. Pass a module class or a
 set of them, a function of (module), (name, module) or (module,
 recurse, nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is the class dict. Pass a module class or a set of
 them, a function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is a dict. Pass a module class or a set of them, a
 function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is a CustomPolicy. Pass a module class or a set of
 them, a function of (module), (name, module) or (module, recurse,
 nonwrapped_numel), a policy such as
 shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
+In place of a policy of FSDP1, pass the function that it was made of,
+and settings of single modules as overrides=.
 
 shard_model: wrap is no_arguments, which takes () -> bool. Pass a
 function of (module), of (name, module) or of (module, recurse,

@@ -248,7 +248,8 @@ def as_policy(wrap: Any) -> WrapPolicy:
     raise TypeError(
         f"shard_model: wrap is {describe(wrap)}. Pass a module class or a set of them, a function of "
         "(module), (name, module) or (module, recurse, nonwrapped_numel), a policy such as "
-        "shardwise.strategies.WrapBySize(...), or None for the repeated blocks."
+        "shardwise.strategies.WrapBySize(...), or None for the repeated blocks. In place of a policy of "
+        "FSDP1, pass the function that it was made of, and settings of single modules as overrides=."
     )
 
 
