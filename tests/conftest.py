@@ -1,5 +1,6 @@
 """Fixtures that every test may use: worlds of 1 to 4 ranks, shared by the whole session."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -14,6 +15,12 @@ hypothesis.settings.load_profile("shardwise")
 # `request` asks for whichever world a parameter names.
 ASK_FOR_WORLDS = {"world", "world1", "world2", "world3", "world4", "request"}
 THINNED = pytest.StashKey[dict[str, tuple[list[Case], list[int]]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests are on the host, also on a machine that has GPUs: but for `-m gpu`, processes do not see them."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,6 +22,7 @@ import torch
 from common import OURS, PEER, Spread, alternate
 from one_device.groups import CloneWorld
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise
 from gpu_parts.plan import Item, Options, Row, Skipped
@@ -55,7 +56,12 @@ def _steps(options: Options) -> dict[str, int]:
 
 
 def loss_of(trainer: Trainer) -> float:
-    """Without changing anything."""
+    """Without changing anything.
+
+    Without a backward that follows, torch takes each call of a graph for a step of its own, and overwrites
+    what the one before gave.
+    """
+    torch.compiler.cudagraph_mark_step_begin()
     with torch.no_grad():
         return float(trainer.model(*trainer.batch))
 
@@ -92,6 +98,7 @@ def graph_of_a_step(case: Case, keeps: bool) -> Row:
         return {"step_ms": vars(Spread.of(timed["graph"]["step_ms"])), "off_by": off}
 
 
+@sdpa_kernel(SDPBackend.MATH)  # the backward of cuDNN's attention adds in an order that changes
 def iteration_in_a_graph(case: Case, keeps: bool) -> Row:
     """Launch a captured iteration again and again, and compare with the same iterations one by one.
 

@@ -18,6 +18,8 @@ gradients are cleared after the clock has stopped.
     in group  what the fake group launches itself: it copies the shard into every rank's place of what is
               gathered, chunk by chunk, and so does more the larger the world. Its GPU time is beside it
     exposed   of that time, what no other work of the step covers, for each block
+    added     host time beyond the plain step, to the peer's, both without what the fake group's own calls
+              take, timed alone with the same tensors: each of its copies is a launch
     copied    bytes that operators copy beyond the plain step, see copies.py; without collectives' insides
     syncs, mallocs    calls that wait for the GPU, and that take or return its memory, in that steady step
     allocated, reserved    max_memory_allocated and _reserved over three steps of a model of its own, less
@@ -39,6 +41,7 @@ What it cannot show: how NCCL's kernels compete with the computation's for the G
 import argparse
 import gc
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,6 +75,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from gpu_parts.plan import Item, Options, Row
 from gpu_parts.trace import COUNTED, Launches, read_trace
@@ -98,6 +103,8 @@ TIME_COLUMNS = {
     "ratio_to_peer": "ratio to peer",
     "host_ms": "host, ms",
     "host_to_peer": "ratio to peer",
+    "group_host_ms": "in the group, ms",
+    "added_to_peer": "added",
     "busy_ms": "busy, ms",
     "in_group_ms": "in group, ms",
     "exposed_ms_a_block": "exposed, ms a block",
@@ -200,6 +207,22 @@ class Trainer:
             raise RuntimeError("The dispatch mode saw no operator of backward; counts are wrong.")
         return counted
 
+    def group_host_ms(self, times: int = 10) -> float:
+        """What the host spends in the fake group's own calls of a step, timed alone on other tensors."""
+        with torch.autograd.set_multithreading_enabled(False), _Collectives() as recorded:
+            self.step()
+        self.model.zero_grad()
+        calls = [(func, tree_map_only(_Spec, _Spec.tensor, args)) for func, args in recorded.calls]
+        found = []
+        for _ in range(times):
+            synchronize(self.case.device)
+            start = time.perf_counter()
+            for func, args in calls:
+                func(*args)
+            found.append((time.perf_counter() - start) * 1e3)
+        synchronize(self.case.device)
+        return statistics.median(found)
+
     def launches(self) -> Launches:
         """What a step launches on the device, from the profiler's trace."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.case.device == "cuda")
@@ -213,6 +236,32 @@ class Trainer:
             path = Path(folder, "trace.json")
             seen.export_chrome_trace(str(path))
             return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A tensor's shape, dtype and device, without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class _Collectives(TorchDispatchMode):
+    """Records the collectives that pass, with specs in place of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            specs = tree_map_only(Tensor, lambda t: _Spec(t.shape, t.dtype, t.device), args)
+            self.calls.append((func, specs))
+        return func(*args, **(kwargs or {}))
 
 
 class Iterations:
@@ -303,12 +352,15 @@ def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
     times = alternate(timed, warmup=warmup, steps=steps)
     copies = {variant: trainer.copies() for variant, trainer in trainers.items()}
     launches = {variant: trainer.launches() for variant, trainer in trainers.items()}
+    group_host_ms = {variant: trainer.group_host_ms() for variant, trainer in trainers.items()}
     has_device = case.device == "cuda"
     trainers.clear()
     timed.clear()
     memory = {variant: peaks(variant, case) for variant in VARIANTS}
     ratios = ratios_to_peer({v: t["step_ms"] for v, t in times.items()})
     host_ratios = ratios_to_peer({v: t["host_ms"] for v, t in times.items()})
+    added = {v: t["host_ms"] - times[PLAIN]["host_ms"] - group_host_ms[v] for v, t in times.items()}
+    added_ratios = ratios_to_peer({v: each for v, each in added.items() if v != PLAIN})
     rows = []
     for variant, measured in times.items():
         beyond, launched = copies[variant].beyond(copies[PLAIN]), launches[variant]
@@ -319,6 +371,8 @@ def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
             "wall_ms": vars(Spread.of(measured["wall_ms"])),
             "ratio_to_peer": vars(ratios[variant]) if variant in ratios else None,
             "host_to_peer": vars(host_ratios[variant]) if variant in host_ratios else None,
+            "group_host_ms": group_host_ms[variant],
+            "added_to_peer": vars(added_ratios[variant]) if variant in added_ratios else None,
             "copied_mb": beyond.total("copied") / 1e6,
             "filled_mb": beyond.total("filled") / 1e6,
             "arithmetic_mb": beyond.total("arithmetic") / 1e6,

@@ -157,10 +157,12 @@ class OneDeviceGroup(PythonGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         def fill(everyone: list[Sent]) -> None:
-            for index, output in enumerate(outputs):
-                rows = output.view(-1).view(self._size, -1)
-                for row, sent in zip(rows, everyone, strict=True):
-                    _copy(row, sent[index].view(-1))
+            pairs = [
+                (row, sent[index].view(-1))
+                for index, output in enumerate(outputs)
+                for row, sent in zip(output.view(-1).view(self._size, -1), everyone, strict=True)
+            ]
+            _copy_all(pairs)
 
         return self._exchange("all_gather", inputs, fill)
 
@@ -254,6 +256,17 @@ class OneDeviceGroup(PythonGroup):
 
     def barrier(self, opts: Any = None) -> Done:
         return self._exchange("barrier", [], lambda everyone: None)
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy pairs of one shape each, unless they are the same memory.
+
+    On a device it is one kernel: many small ones would each wait for a place beside the computation, which a
+    back end's one kernel does not.
+    """
+    apart = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
+    if apart:
+        torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart])
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -152,12 +152,15 @@ def test_every_rank_reduces_its_rows(world: World, limit: int, missing: int | No
     world.run(reduce_everything, limit, missing, divisor)
 
 
-def test_gradients_with_padding_are_packed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At large worlds most shards are of a row or less, and padded."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_with_padding_are_packed_by_one_call(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At large worlds most shards are of a row or less, and padded. Those of another dtype are cast by the call."""
     world, shapes = 8, [(3, 5), (7,), (16, 2), (9, 3)]
     layout = planned([(shape, torch.float32, 0) for shape in shapes], world, 1 << 20)
     assert any(slot.padded_numel > slot.chunk_numel for slot in layout.slots)
-    gradients = [torch.rand(shape) + 1 for shape in shapes]
+    gradients = [(torch.rand(shape) + 1).to(dtype) for shape in shapes]
     sent: list[Tensor] = []
 
     class Sends(SingleRank):
@@ -168,6 +171,7 @@ def test_gradients_with_padding_are_packed_by_one_call(monkeypatch: pytest.Monke
     reduce = ReduceScatter(Sends(), layout, CPU)
     (part,) = reduce.parts
     monkeypatch.setattr(torch, "cat", None)
+    monkeypatch.setattr(Tensor, "to", None)
     for _ in range(2):
         sums = partial(torch.zeros, layout.shard_bytes, dtype=torch.uint8)
         reduce.start(HostStream(), part, gradients, sums, 1.0)()

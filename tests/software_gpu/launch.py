@@ -87,6 +87,7 @@ def _variables(world: int, libraries: Path, folder: Path, late: int) -> dict[str
         "SOFTWARE_GPU_FOLDER": str(folder),
         "SOFTWARE_GPU_COUNT": str(world),
         "SOFTWARE_GPU_LATE": str(late),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(world))),
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise
 from software_gpu import inside, launch
 from software_gpu.launch import run_on_gpus
 
@@ -197,3 +198,17 @@ def test_ranks_that_differ_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError, match="ranks differ"):
         run_on_gpus(2, unequal_counts)
     assert not list(tmp_path.iterdir())
+
+
+def meshes_over_gloo() -> list[str]:
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = shardwise.fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    other = shardwise.shard_model(torch.nn.Linear(4, 4))
+    return [each.weight.device_mesh.device_type for each in (model, other)]
+
+
+def test_with_gloo_the_mesh_is_on_the_host() -> None:
+    assert run_on_gpus(2, meshes_over_gloo) == [["cpu", "cpu"]] * 2

@@ -429,6 +429,14 @@ def test_chunks_lie_side_by_side_as_torch_chunk_cuts_them(rows: int) -> None:
     assert torch.equal(out, torch.cat([wide.view(4, -1), narrow.view(4, -1)], dim=1))
 
 
+def test_an_assertion_for_a_device_has_no_more_text_than_cuda_takes() -> None:
+    tensor_impl.assert_later(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError) as raised:
+        tensor_impl.assert_later(torch.tensor(False), "ä" * 300)
+    assert "ä" * 127 in str(raised.value)
+    assert "ä" * 128 not in str(raised.value)
+
+
 def test_a_marked_function_is_not_compiled_itself_but_traced_inside_a_graph() -> None:
     seen: list[bool] = []
 

@@ -133,7 +133,9 @@ class ReduceScatter:
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
         world, dtype = self.layout.world, target.dtype
-        is_chunked = segment.start in self._chunked and _are_dense_of(dtype, own)
+        found = _dtype_if_dense(own)
+        is_dense = found is dtype or (found, dtype) in _CAST_BY_CHUNK_CAT
+        is_chunked = is_dense and segment.start in self._chunked
         if is_chunked and segment.start in self._plain:
             tensor_impl.chunk_cat(own, 0, world, out=target)
             return
@@ -150,7 +152,7 @@ class ReduceScatter:
                     gradient = torch.zeros(slot.shape, dtype=dtype, device=self.device)
                 columns.append(_whole_slot(gradient, slot).view(world, -1))
             if padding := slot.padded_numel - slot.chunk_numel:
-                columns.append(self._padding(dtype, padding))
+                columns.append(self._padding(found if is_chunked else dtype, padding))
             packed_numel += slot.padded_numel
         if is_chunked:
             tensor_impl.chunk_cat(columns, 0, world, out=target)
@@ -178,12 +180,16 @@ def _end(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
 
 
 _dtype = attrgetter("dtype")
+_CAST_BY_CHUNK_CAT = {(torch.bfloat16, torch.float32)}
+"""Gradients of the first dtype, reduced in the second, are cast by the kernel that packs them."""
 
 
-def _are_dense_of(dtype: torch.dtype, tensors: Sequence[Any]) -> bool:
-    """True if none is None, and all are contiguous and of ``dtype``; in C loops."""
-    there = all(map(is_not, tensors, repeat(None)))
-    return there and set(map(_dtype, tensors)) == {dtype} and all(map(Tensor.is_contiguous, tensors))
+def _dtype_if_dense(tensors: Sequence[Any]) -> Any:
+    """The dtype of all ``tensors``; None if one is None or not contiguous, or they differ. In C loops."""
+    if not all(map(is_not, tensors, repeat(None))) or not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    dtypes = set(map(_dtype, tensors))
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _typed_rows(key: tuple[str, int, int, torch.dtype], buffer: Tensor) -> tuple[Tensor, Tensor]:

@@ -191,7 +191,7 @@ class UnshardedGroups:
                 continue
             differ = group.unsharded.differ()
             if not (changed := group.unsharded.shards_changed()):
-                assert_later(~differ, _changed_message("its parameters have", group))
+                assert_later(~differ, _changed_later_message(group))
             elif differ.item():
                 raise RuntimeError(_changed_message(f"{', '.join(changed)} has", group))
             else:
@@ -256,11 +256,21 @@ def _unsharded_together(
     return together
 
 
+_CHANGED_HOW = "between microbatches, after a backward without gradient synchronisation."
+
+
+def _changed_later_message(group: ParameterGroup) -> str:
+    """Shorter: CUDA takes few characters."""
+    return (
+        f"{group.name}: its parameters have changed {_CHANGED_HOW} Change them after a backward with "
+        "synchronisation, or call set_reshard_after_backward(True)."
+    )
+
+
 def _changed_message(what: str, group: ParameterGroup) -> str:
     return (
-        f"{group.name}: {what} changed between microbatches, after a backward without gradient "
-        "synchronisation. The group was kept unsharded for the next microbatch, whose forward would compute "
-        "with the old values, and it does not ask the other ranks whether theirs have changed as well. "
-        "Change parameters after a backward with synchronisation, or have the group resharded after each "
-        "backward: set_reshard_after_backward(True)."
+        f"{group.name}: {what} changed {_CHANGED_HOW} The group was kept unsharded for the next microbatch, "
+        "whose forward would compute with the old values, and it does not ask the other ranks whether theirs "
+        "have changed as well. Change parameters after a backward with synchronisation, or have the group "
+        "resharded after each backward: set_reshard_after_backward(True)."
     )

@@ -375,7 +375,9 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 
 
 def default_device_type(caller: str) -> str:
-    """The device type that the default process group supports: the accelerator if possible, or "cpu".
+    """The device type to train on: the accelerator if the default process group is made for it, or "cpu".
+
+    gloo is taken for a group of the host: it copies what is on an accelerator there first.
 
     Raises:
         RuntimeError: there is no process group.
@@ -385,10 +387,12 @@ def default_device_type(caller: str) -> str:
             f"{caller}: there is no process group, so nobody to shard with. Call "
             "torch.distributed.init_process_group() first (torchrun sets what it reads), or pass mesh=."
         )
-    assert dist.group.WORLD is not None
+    pg = dist.group.WORLD
+    assert pg is not None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    is_served = accelerator is not None and accelerator.type in c10d.group_devices(dist.group.WORLD)
-    return accelerator.type if accelerator is not None and is_served else "cpu"
+    if accelerator is None or accelerator.type not in c10d.group_devices(pg):
+        return "cpu"
+    return "cpu" if c10d.backend_name(pg, accelerator) == "gloo" else accelerator.type
 
 
 def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:

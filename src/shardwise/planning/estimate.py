@@ -47,8 +47,9 @@ def estimate(
     memory, for any size.
 
     Counted is what torch's allocators are asked for. Not counted are memory inside of single operations, what
-    an allocator keeps beyond that (its blocks are rounded up, and may be in pieces), the CUDA context and the
-    back end's own buffers: leave a tenth.
+    an allocator keeps beyond that (its blocks are rounded up, and may be in pieces), the CUDA context, the
+    workspaces of cuBLAS (68 MB on an H200) and the buffers of the back end (0.4 GB for a communicator of NCCL
+    there): leave a tenth.
 
     Args:
         model: not sharded; on the meta device, or anywhere: only shapes and dtypes are read.

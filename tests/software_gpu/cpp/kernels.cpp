@@ -19,8 +19,15 @@ static bool host_waits(const c10::OperatorHandle& op, const Facts& facts) {
   return op.hasTag(at::Tag::dynamic_output_shape);
 }
 
+// What CUDA's kernel of an operation refuses, and that of the CPU does not.
+static void refuse_as_cuda_does(const c10::OperatorHandle& op, const Facts& facts) {
+  if (op.schema().name() == "aten::_assert_async" && op.schema().overload_name() == "msg")
+    TORCH_CHECK(facts.arguments[1].toStringRef().size() < 255, "Message length must be smaller than 255");
+}
+
 static void run(const c10::OperatorHandle& op, c10::Stack* stack) {
   Facts facts(op, *stack);
+  refuse_as_cuda_does(op, facts);
   auto stream = c10::cuda::getCurrentCUDAStream(facts.device.index());
   bool captured = is_capturing((void*)stream.stream(), facts.device.index());
   if (is_late() || captured) {
