@@ -1,6 +1,6 @@
 """Arguments of public calls: checked, with one text for all that are of a wrong type or out of range."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -25,11 +25,18 @@ def check_type(caller: str, name: str, value: object, wanted: str, *kinds: Any) 
 
 
 def check_number(
-    caller: str, name: str, value: Any, wanted: str, *, above: float, kinds: tuple[type, ...] = (int,)
+    caller: str,
+    name: str,
+    value: Any,
+    wanted: str,
+    *,
+    above: float,
+    kinds: tuple[type, ...] = (int,),
+    most: float = sys.float_info.max,
 ) -> None:
-    """Refuse ``value`` unless it is a finite number of ``kinds`` that is larger than ``above``."""
+    """Refuse ``value`` unless it is a number of ``kinds``, larger than ``above`` and at most ``most``."""
     check_type(caller, name, value, wanted, *kinds)
-    if not above < value < math.inf:
+    if not above < value <= most:
         raise ValueError(f"{caller}: {name} is {value}; pass {wanted}.")
 
 

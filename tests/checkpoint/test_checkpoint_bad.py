@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_told_by_its_names(world2: World, run: 
     text = message(world2.run(refused, replace(run, build=Wider)))
     assert_expected_inline(
         text,
-        """ValueError: RUN/step-2: blocks.0.up.weight has shape (7, 6) there and (9, 6) here; blocks.0.up.bias has shape (7,) there and (9,) here; blocks.0.down.weight has shape (6, 7) there and (6, 9) here; blocks.1.up.weight has shape (7, 6) there and (9, 6) here; blocks.1.up.bias has shape (7,) there and (9,) here; blocks.1.down.weight has shape (6, 7) there and (6, 9) here.""",
+        """ValueError: RUN/step-2: blocks.0.up.weight has shape (7, 6) in the source and (9, 6) in the model; blocks.0.up.bias has shape (7,) in the source and (9,) in the model; blocks.0.down.weight has shape (6, 7) in the source and (6, 9) in the model; blocks.1.up.weight has shape (7, 6) in the source and (9, 6) in the model; blocks.1.up.bias has shape (7,) in the source and (9,) in the model; blocks.1.down.weight has shape (6, 7) in the source and (6, 9) in the model.""",
     )
     assert message(world2.run(refused, replace(run, build=Wider), strict=False)) == text
 
@@ -208,7 +208,7 @@ def converted(run: Run, convert_dtype: bool) -> Any:
 def test_another_dtype_is_refused_unless_it_is_meant(world2: World, run: Run) -> None:
     assert_expected_inline(
         message(world2.run(converted, run, False)),
-        """ValueError: RUN/step-2: dtypes differ: inlet.weight is of torch.float64 there and of torch.float32 here, inlet.bias is of torch.float64 there and of torch.float32 here, blocks.0.up.weight is of torch.float64 there and of torch.float32 here, blocks.0.up.bias is of torch.float64 there and of torch.float32 here, blocks.0.down.weight is of torch.float64 there and of torch.float32 here, blocks.0.down.bias is of torch.float64 there and of torch.float32 here, blocks.1.up.weight is of torch.float64 there and of torch.float32 here, blocks.1.up.bias is of torch.float64 there and of torch.float32 here and 7 more (pass convert_dtype=True to convert floating-point values).""",
+        """ValueError: RUN/step-2: dtypes differ: inlet.weight is torch.float64 in the source and torch.float32 in the model, inlet.bias is torch.float64 in the source and torch.float32 in the model, blocks.0.up.weight is torch.float64 in the source and torch.float32 in the model, blocks.0.up.bias is torch.float64 in the source and torch.float32 in the model, blocks.0.down.weight is torch.float64 in the source and torch.float32 in the model, blocks.0.down.bias is torch.float64 in the source and torch.float32 in the model, blocks.1.up.weight is torch.float64 in the source and torch.float32 in the model, blocks.1.up.bias is torch.float64 in the source and torch.float32 in the model and 7 more (pass convert_dtype=True to convert floating-point values).""",
     )
     plain, reference = run.start(1)
     run.train(plain, reference, 0)
@@ -253,7 +253,7 @@ def test_another_optimizer_is_refused(world2: World, run: Run) -> None:
         """\
 ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into Adam. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
 ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
-ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
 ValueError: RUN/step-2: the optimizer has other parameters; saved only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.""",
     )
 
@@ -477,9 +477,9 @@ def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> N
     assert_expected_inline(
         "\n".join(first),
         """\
-ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) there and (3, 4) here; ema.averages.bias has shape (2,) there and (3,) here.
+ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) in the source and (3, 4) in the model; ema.averages.bias has shape (2,) in the source and (3,) in the model.
 ValueError: PATH: states do not fit: unexpected in the source: ema.averages.weight, ema.averages.bias; missing in the source: ema.averages.0.weight, ema.averages.0.bias.
-ValueError: PATH: states do not fit: dtypes differ: ema.averages.weight is of torch.float32 there and of torch.float64 here, ema.averages.bias is of torch.float32 there and of torch.float64 here (pass convert_dtype=True to convert floating-point values).
+ValueError: PATH: states do not fit: dtypes differ: ema.averages.weight is torch.float32 in the source and torch.float64 in the model, ema.averages.bias is torch.float32 in the source and torch.float64 in the model (pass convert_dtype=True to convert floating-point values).
 ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
 TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
 TypeError: states is to be a dict with names as keys, not [1]""",

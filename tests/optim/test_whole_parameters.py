@@ -448,7 +448,7 @@ def with_closure(way: Way, kind: Kind) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", [LBFGS, Kind(torch.optim.LBFGS, {"lr": 0.1}, SINGLE), SHAMPOO, KINDS[12]], ids=str
+    "kind", [LBFGS, Kind(torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}, SINGLE), SHAMPOO, KINDS[12]], ids=str
 )
 @pytest.mark.parametrize("way", [Way(1), Way(2), Way(3), Way(4, "hybrid")], ids=str)
 def test_closures_are_called_as_in_one_process(way: Way, kind: Kind, request: Any) -> None:

@@ -268,7 +268,7 @@ def test_rekeying_refuses_other_groups_under_its_own_name() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: rekey_optimizer_state_dict: 0.weight and 1.weight share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
 ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; saved only: 1.weight, 1.bias. Nothing was loaded.
 ValueError: rekey_optimizer_state_dict: the optimizer has other parameters; not saved: 1.weight, 1.bias. Nothing was loaded.
 RuntimeError: rekey_optimizer_state_dict: state is a dict with 'a', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
@@ -498,7 +498,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
         """\
 ValueError: load_full_optimizer_state_dict: the optimizer has other parameters; saved only: nope.weight. Nothing was loaded.
 RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
-ValueError: load_full_optimizer_state_dict: inlet.weight and inlet.bias share a param group there, and are in two groups here. Build the optimizer with the same groups as the one that was saved.
+ValueError: load_full_optimizer_state_dict: inlet.weight and inlet.bias share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
 ValueError: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and here (7, 7), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
 ValueError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.

@@ -277,8 +277,8 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(world2: World) -> Non
         """\
 other names: RuntimeError: load_full_state_dict: unexpected in the source: encoder.weight (pass strict=False to pass over them); missing in the source: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (pass strict=False to keep what the model has).
 too many: RuntimeError: load_full_state_dict: unexpected in the source: extra (pass strict=False to pass over them).
-other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) there and (1,) here; blocks.0.weight has shape (5, 6) there and (6, 6) here.
-another dtype: RuntimeError: load_full_state_dict: dtypes differ: scale is of torch.float32 there and of torch.float64 here, embed.weight is of torch.float32 there and of torch.float64 here, norm.weight is of torch.float32 there and of torch.float64 here, norm.bias is of torch.float32 there and of torch.float64 here, norm.running_mean is of torch.float32 there and of torch.float64 here, norm.running_var is of torch.float32 there and of torch.float64 here, norm.num_batches_tracked is of torch.float32 there and of torch.int64 here, blocks.0.weight is of torch.float32 there and of torch.float64 here and 4 more (pass convert_dtype=True to convert floating-point values).
+other shapes: RuntimeError: load_full_state_dict: scale has shape (2,) in the source and (1,) in the model; blocks.0.weight has shape (5, 6) in the source and (6, 6) in the model.
+another dtype: RuntimeError: load_full_state_dict: dtypes differ: scale is torch.float32 in the source and torch.float64 in the model, embed.weight is torch.float32 in the source and torch.float64 in the model, norm.weight is torch.float32 in the source and torch.float64 in the model, norm.bias is torch.float32 in the source and torch.float64 in the model, norm.running_mean is torch.float32 in the source and torch.float64 in the model, norm.running_var is torch.float32 in the source and torch.float64 in the model, norm.num_batches_tracked is torch.float32 in the source and torch.int64 in the model, blocks.0.weight is torch.float32 in the source and torch.float64 in the model and 4 more (pass convert_dtype=True to convert floating-point values).
 different ties: RuntimeError: rank 0: load_full_state_dict: embed.weight and head.weight are tied in the model, but differ in the source (untie them, or load into a model without the tie and copy the one that you want).
 no tensor: RuntimeError: load_full_state_dict: scale is a tensor on one side only.
 not a state: RuntimeError: load_full_state_dict: source is of type int on the rank it is read from; pass a dict of full tensors, an iterable of (name, tensor), or the path of safetensors files.
@@ -318,7 +318,7 @@ def integers_are_not_converted() -> str:
 
 def test_only_floating_point_values_are_converted(world2: World) -> None:
     for told in world2.run(integers_are_not_converted):
-        assert "blocks.0.counts is of torch.int16 there and of torch.int64 here" in told
+        assert "blocks.0.counts is torch.int16 in the source and torch.int64 in the model" in told
 
 
 class Unreadable(dict):  # type: ignore[type-arg]

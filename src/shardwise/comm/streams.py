@@ -314,8 +314,11 @@ class HostCopies:
 class DeviceStream(CommStream):
     """Work on a separate stream, in memory that torch caches: only this stream reuses what it frees."""
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._current = partial(_own(device, "current_stream", torch.accelerator), device)
+    def __init__(
+        self, device: torch.device, current: Callable[[], Any] | None = None, priority: int = 0
+    ) -> None:
+        """``current`` returns the current stream."""
+        self._current = current or CurrentStream(device)
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
 
@@ -399,6 +402,28 @@ def current_stream(device: torch.device) -> Any:
     return _own(device, "current_stream", torch.accelerator)(device)
 
 
+class CurrentStream:
+    """Returns the current stream of ``device``, whose number it asks for: one object for each number.
+
+    ``torch.cuda.current_stream`` makes a new object with sixteen calls, eight times a step for each group.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._make = partial(_own(device, "current_stream", torch.accelerator), device)
+        self.number: Callable[[], Hashable] | None = autograd.number_of_stream(device)
+        self._known: dict[Hashable, Any] = {}
+
+    def __call__(self) -> Any:
+        """The stream, as an object that is made once."""
+        if self.number is None:
+            return self._make()
+        number = self.number()
+        found = self._known.get(number)
+        if found is None:
+            found = self._known[number] = self._make()
+        return found
+
+
 def timed_event(device: torch.device) -> Any:
     """An event with timing, recorded on the current stream of ``device``."""
     own = _own(device, "Event", torch)
@@ -417,23 +442,24 @@ class CommStreams:
     """The streams of one module tree: for all-gathers, for reduce-scatters, for all-reduces over replicas."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self.are_device_streams = has_streams(device)
         """Whether work can be queued behind other work without blocking the host."""
+        self._current = current = CurrentStream(device)
         # The computation waits for all-gathers next, so they go before its own kernels.
-        make = partial(DeviceStream, device, priority=-1) if self.are_device_streams else HostStream
+        make = partial(DeviceStream, device, current, priority=-1) if self.are_device_streams else HostStream
         self.all_gather: CommStream = make()
         self.reduce_scatter: CommStream = make()
         self.all_reduce: CommStream = make()
         self.are_labelled = False
         """Whether profiler ranges name submitted work: set by each pass, if a profiler records."""
-        self._number_of_current = autograd.number_of_stream(device) or partial(current_stream, device)
+        self.current_number: Callable[[], Hashable] = current.number or current
+        """Returns what tells the current stream from others."""
 
     def note_current(self, seen: dict[Hashable, Any]) -> None:
         """Add the current stream to ``seen``, by its number."""
-        number = self._number_of_current()
+        number = self.current_number()
         if number not in seen:
-            seen[number] = current_stream(self._device)
+            seen[number] = self._current()
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Order all-gathers behind the optimizer, which writes the shards: behind the computing stream, or
@@ -456,4 +482,4 @@ class CommStreams:
     def make_compute_wait_for(self, event: Any) -> None:
         """Make the computing stream wait for ``event``."""
         if self.are_device_streams:
-            current_stream(self._device).wait_event(event)
+            self._current().wait_event(event)

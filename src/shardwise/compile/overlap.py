@@ -61,8 +61,10 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
         options["reorder_for_compute_comm_overlap_passes"] = [one_ahead]
     if bucket_cap_mb is not None:
         wanted = "a number of megabytes above 0, or None to merge no collectives"
-        finite = 1.0 if bucket_cap_mb == math.inf else bucket_cap_mb  # infinity merges all
-        check_number("compile_options", "bucket_cap_mb", finite, wanted, above=0, kinds=(int, float))
+        kinds = (int, float)
+        check_number(
+            "compile_options", "bucket_cap_mb", bucket_cap_mb, wanted, above=0, kinds=kinds, most=math.inf
+        )
         for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"):
             options[name] = "all"
             options[f"{name}_bucket_size_determinator"] = partial(_same_size, bucket_cap_mb * 1e6 / 2**20)

@@ -469,7 +469,8 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, others: int, full: Tenso
     if streams.are_device_streams:
         if gradients.state is not PENDING and gradients.state is not DEFERRED:
             gradients._made_on.clear()
-        streams.note_current(gradients._made_on)
+        if streams.current_number() not in gradients._made_on:
+            streams.note_current(gradients._made_on)
     if gradients.state is not PENDING:
         gradients._first_arrived()
     elif queue is not None and index in queue.sent:

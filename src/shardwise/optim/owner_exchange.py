@@ -217,15 +217,11 @@ class OwnerExchange:
         Collective. On a device the host waits for the queued work.
         """
         chosen = set(active)
-        told = {"what to leave out": [name for i, name in enumerate(self.names) if i not in chosen]}
-        with monitor_of_job().call(caller, self.axes):
-            for each in self._among:  # a problem in one set of ranks is passed on to the next sets
-                try:
-                    each.agree(caller, {**told, **(same or {})}, problem)
-                except Exception as error:
-                    problem = error
-        if problem is not None:
-            raise problem
+        told: dict[str, Any] = {
+            "what to leave out": [name for i, name in enumerate(self.names) if i not in chosen]
+        }
+        told |= same or {}
+        self._in_every_set(caller, problem, lambda each, problem: each.agree(caller, told, problem))
 
     def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
         """The ``own`` of each rank that shares tensors with this one, by global rank.
@@ -236,16 +232,29 @@ class OwnerExchange:
         Collective.
         """
         found = {own_rank(): own}
+
+        def tell(each: _RankExchange, problem: Exception | None) -> None:
+            run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
+            found.update(gather_from_all(each.ranks.axes, own))
+
+        self._in_every_set(caller, problem, tell)
+        return found
+
+    def _in_every_set(
+        self,
+        caller: str,
+        problem: Exception | None,
+        act: Callable[["_RankExchange", Exception | None], None],
+    ) -> None:
+        """Call ``act`` for each set of ranks; a problem in one goes on to the next, and is raised last."""
         with monitor_of_job().call(caller, self.axes):
             for each in self._among:
                 try:
-                    run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
-                    found |= gather_from_all(each.ranks.axes, own)
+                    act(each, problem)
                 except Exception as error:
                     problem = error
         if problem is not None:
             raise problem
-        return found
 
     def run(
         self,

@@ -60,7 +60,8 @@ def save_safetensors(
     Raises:
         FileExistsError: there are safetensors files in ``directory``.
         ImportError: the package ``safetensors`` is missing (``pip install 'shardwise[safetensors]'``).
-        TypeError: a tensor is of a dtype that the format has not, or ``directory`` is no path.
+        TypeError: a tensor is of a dtype that the format does not have, ``directory`` is not a path, or
+            ``max_shard_bytes`` is not an int.
         ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` is not
             floating-point.
         RuntimeError: called in a forward or backward, inside ``unsharded`` or on the meta device; or a rank

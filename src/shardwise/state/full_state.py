@@ -104,6 +104,7 @@ def iter_full_parameters(
             once, under their first name.
 
     Raises:
+        TypeError: ``bucket_bytes`` is not an int.
         ValueError: the model has no parameter of one of the ``names``; ``bucket_bytes`` is not above 0, or
             ``dtype`` is not of floating-point numbers.
         RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.

@@ -87,7 +87,9 @@ class LoadTargets:
             elif entry.is_tensor and found.dtype != entry.value.dtype:
                 self.converted[name] = None
                 if not (self.converts and _are_floating(found.dtype, entry.value.dtype)):
-                    dtypes.append(f"{name} is of {found.dtype} there and of {entry.value.dtype} here")
+                    dtypes.append(
+                        f"{name} is {found.dtype} in the source and {entry.value.dtype} in the model"
+                    )
         if dtypes:
             problems.append(
                 f"dtypes differ: {listed(dtypes)} "
@@ -194,7 +196,7 @@ def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
     is_of_module = not entry.is_own and name.endswith("_extra_state")  # may grow
     if not entry.is_tensor or is_of_module or found.shape == tuple(entry.value.shape):
         return None
-    return f"{name} has shape {found.shape} there and {tuple(entry.value.shape)} here"
+    return f"{name} has shape {found.shape} in the source and {tuple(entry.value.shape)} in the model"
 
 
 def _are_floating(*dtypes: torch.dtype | None) -> bool:

@@ -154,8 +154,9 @@ def _groups_for(
         for source in sources:
             if source in taken:
                 raise ValueError(
-                    f"{saved.where}: {taken[source]} and {known[0]} share a param group there, and are in "
-                    "two groups here. Build the optimizer with the same groups as the one that was saved."
+                    f"{saved.where}: {taken[source]} and {known[0]} share a param group in the saved state, "
+                    "and are in two groups of the optimizer. Build the optimizer with the same groups as the "
+                    "one that was saved."
                 )
             taken[source] = known[0]
         candidates = [saved.groups[source] for source in sources]

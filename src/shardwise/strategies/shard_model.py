@@ -32,7 +32,6 @@ from shardwise.fsdp_module import ShardedModule
 from shardwise.fully_shard import fully_shard
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean
-from shardwise.layout.mesh import resolve_mesh
 from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
     CommPolicy,
@@ -328,8 +327,7 @@ def _rehearse(
     names = names_below([model])
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module, modules in own.items():
-        arguments = plans[module].arguments
-        meshes = Meshes(resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims")))
+        arguments, meshes = plans[module].arguments, Meshes(plans[module].mesh)
         rule = PrecisionRule(arguments["mp_policy"], [module], modules)
         for param, sites in Found([model], modules, names, ignored).params.items():
             make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Collection, Set
 from typing import Any, Protocol
 
@@ -183,7 +184,10 @@ class WrapBySize:
         descend_only: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
     ) -> None:
         wanted = "the least number of parameters of a group, above 0"
-        check_number("WrapBySize", "min_num_params", min_num_params, wanted, above=0, kinds=(int, float))
+        kinds = (int, float)  # infinity: no group but the model's
+        check_number(
+            "WrapBySize", "min_num_params", min_num_params, wanted, above=0, kinds=kinds, most=math.inf
+        )
         self.min_num_params = min_num_params
         self.keep_whole = _check_classes(keep_whole, "WrapBySize: keep_whole", may_be_empty=True)
         self.descend_only = _check_classes(descend_only, "WrapBySize: descend_only", may_be_empty=True)

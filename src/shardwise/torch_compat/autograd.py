@@ -43,7 +43,9 @@ def number_of_stream(device: torch.device) -> Callable[[], Hashable] | None:
     Autograd runs a node, and the hooks of a leaf, on the stream that was current in forward.
     """
     number = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return partial(number, device.index) if number is not None and device.type == "cuda" else None
+    if number is None or device.type != "cuda" or device.index is None:
+        return None
+    return partial(number, device.index)
 
 
 set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
