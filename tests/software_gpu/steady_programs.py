@@ -97,7 +97,9 @@ def _counted_current_stream(device: int) -> Any:
     return _current_stream(device)
 
 
-torch._C._cuda_getCurrentStream = _counted_current_stream  # beneath torch.cuda.current_stream, of sixteen calls
+torch._C._cuda_getCurrentStream = (
+    _counted_current_stream  # beneath torch.cuda.current_stream, of sixteen calls
+)
 
 
 def counted() -> dict[str, int]:
