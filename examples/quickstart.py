@@ -6,10 +6,11 @@ from torch import nn
 
 from shardwise import clip_grad_norm_, explain, materialize, save_checkpoint, shard_model
 
-device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
-if device.type == "cuda":
+has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process
+device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
+if has_gpus:
     torch.cuda.set_device(device)
-dist.init_process_group()  # nccl on GPUs, gloo elsewhere
+dist.init_process_group("nccl" if has_gpus else "gloo")
 
 
 def block() -> nn.Module:

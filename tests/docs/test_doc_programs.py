@@ -41,7 +41,8 @@ def run(script: str, folder: str) -> tuple[dict[str, Any], str]:
     os.chdir(folder)
     forget_graphs()
     torch.manual_seed(1 + dist.get_rank())  # a program has to seed by itself what is to be equal
-    ours = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(dist.get_world_size())}
+    size = str(dist.get_world_size())
+    ours = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     try:
         with (
             mock.patch.dict(os.environ, ours),

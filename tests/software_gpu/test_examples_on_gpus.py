@@ -25,11 +25,16 @@ def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 2])
-def test_the_program_of_the_readme_learns(late: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("late", "devices"), [(0, 1), *(pytest.param(late, 2, marks=pytest.mark.slow) for late in (0, 2))]
+)
+def test_the_program_of_the_readme_learns(late: int, devices: int, tmp_path: Path) -> None:
+    """On the host, if there are fewer devices than processes."""
+    seen = {"SOFTWARE_GPU_COUNT": str(devices)}
     quickstart = EXAMPLES / "quickstart.py"
-    first, other = run_on_gpus(2, example_programs.run, quickstart, [], tmp_path, late=late, timeout_s=300)
+    first, other = run_on_gpus(
+        2, example_programs.run, quickstart, [], tmp_path, late=late, env=seen, timeout_s=300
+    )
     losses = losses_in(first)
     assert len(losses) == 5
     assert losses[0] > 1.0
