@@ -4,7 +4,8 @@
     python tests/mutants.py --turn                a twentieth, by the hour of the last commit: minutes
     python tests/mutants.py --only engine groups  those of packages, or of files: engine/prefetch.py
     python tests/mutants.py --numbers 3 17        these, as numbered in the output
-    python tests/mutants.py --untried             those without a recorded outcome; --left: that nothing found
+    python tests/mutants.py --untried             those without a recorded outcome; --left: that nothing found;
+                                                  --found: that a test found
     python tests/mutants.py --record              write outcomes into the list, as they come
 
 Each is applied in a copy of the tree, where tests run until one fails: first the one that found it last time, then those
@@ -313,6 +314,8 @@ def choose(mutants: list[Mutant], arguments: argparse.Namespace) -> list[Mutant]
         mutants = [mutant for mutant in mutants if not mutant.outcome]
     if arguments.left:
         mutants = [mutant for mutant in mutants if mutant.is_left]
+    if arguments.found:
+        mutants = [mutant for mutant in mutants if "::" in mutant.outcome]
     if arguments.turn:
         mutants = mutants[turn(TURNS) - 1 :: TURNS]
     if arguments.sample:
@@ -332,6 +335,7 @@ def main() -> int:
     parser.add_argument("--numbers", type=int, nargs="+", metavar="N")
     parser.add_argument("--untried", action="store_true", help="without a recorded outcome")
     parser.add_argument("--left", action="store_true", help="tried, and not found")
+    parser.add_argument("--found", action="store_true", help="tried, and found")
     parser.add_argument("--turn", action="store_true", help=f"one of {TURNS} turns")
     parser.add_argument("--sample", type=int, metavar="N", help="about N, from everywhere in the list")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each (default: 300)")
