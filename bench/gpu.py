@@ -2,8 +2,7 @@
 
 Each part of `gpu_parts/plan.py` runs in a process of its own with time limits: one that fails, hangs or
 crashes is noted, with its error, and the others go on. What each claims, its floor and what refutes it stand
-at the top of its file. --plan says what would run, and for how long; all of it takes a quarter of an hour on
-an H200.
+at the top of its file. --plan says what would run, and for how long; all of it takes about 20 minutes.
 
     PYTHONPATH=src python bench/gpu.py --plan
     PYTHONPATH=src python bench/gpu.py --json gpu.json

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise import clip_grad_norm_, explain, materialize, save_checkpoint, shard_model
 
-has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process
+has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process?
 device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
 if has_gpus:
     torch.cuda.set_device(device)
@@ -23,7 +23,7 @@ shard_model(model)  # from here on every parameter is a DTensor
 materialize(model)  # each rank draws the rows that it keeps
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 if dist.get_rank() == 0:
-    print(explain(model))
+    print(f"on {device.type}\n{explain(model)}")
 
 torch.manual_seed(dist.get_rank())  # other data on each rank
 for step in range(1, 101):  # learn how often each token occurs in its row

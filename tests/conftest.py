@@ -1,6 +1,7 @@
 """Fixtures that every test may use: worlds of 1 to 4 ranks, shared by the whole session."""
 
 import os
+import re
 from collections.abc import Iterator
 
 import hypothesis
@@ -18,8 +19,8 @@ THINNED = pytest.StashKey[dict[str, tuple[list[Case], list[int]]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests are on the host, also on a machine that has GPUs: but for `-m gpu`, processes do not see them."""
-    if config.option.markexpr != "gpu":
+    """Tests are on the host, also on a machine that has GPUs: except with `-m gpu`, processes do not see them."""
+    if not re.match(r"gpu\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -259,9 +259,9 @@ class OneDeviceGroup(PythonGroup):
 
 
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy pairs of one shape each, unless they are the same memory.
+    """Copy each source into its target, of the same shape, unless they are the same memory.
 
-    On a device it is one kernel: many small ones would each wait for a place beside the computation, which a
+    On a device by few kernels: many small ones would each wait for a place beside the computation, which a
     back end's one kernel does not.
     """
     apart = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]

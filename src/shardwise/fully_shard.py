@@ -138,7 +138,8 @@ def fully_shard(
     Args:
         module: an ``nn.Module`` with a forward, or a list of such modules, which then form one group.
         mesh: a ``DeviceMesh`` of one dimension, to shard over, or of two: parameters are replicated over
-            the first and sharded over the second. None (default): all ranks of the default process group.
+            the first and sharded over the second. None (default): all ranks of the default process group,
+            on the accelerator if there is one; after ``init_process_group("gloo")``, on the CPU.
         reshard_after_forward: True reshards after forward and unshards again for backward: least memory, one
             more all-gather. False keeps the full parameters until backward. None (default) reshards, except
             where backward probably begins: in the outermost sharded module, and in the last of those inside

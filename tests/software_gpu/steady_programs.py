@@ -97,9 +97,7 @@ def _counted_current_stream(device: int) -> Any:
     return _current_stream(device)
 
 
-torch._C._cuda_getCurrentStream = (
-    _counted_current_stream  # beneath torch.cuda.current_stream, of sixteen calls
-)
+torch._C._cuda_getCurrentStream = _counted_current_stream  # beneath torch.cuda.current_stream
 
 
 def counted() -> dict[str, int]:

@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from shardwise.buckets.communication import Communication
 from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
-from shardwise.comm.buffers import FlatShard, UnshardedBuffer, bytes_of, cast_buffer, local_views
+from shardwise.comm.buffers import (
+    FlatShard,
+    UnshardedBuffer,
+    bytes_of,
+    cast_buffer,
+    cast_segments,
+    local_views,
+    typed_segments,
+)
 from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
-from shardwise.comm.streams import CommStream, Finish, nothing
+from shardwise.comm.streams import CommStream, Finish, Scratch, nothing
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_layout
@@ -203,6 +211,11 @@ class Bucket:
             param.rebase(view)
 
 
+def _end(wait: Finish, stream: CommStream, scratch: Scratch) -> None:
+    wait()
+    stream.release(scratch)
+
+
 class UnshardedBucket:
     """The unsharded parameters of ``bucket``, the same objects until it is laid out again.
 
@@ -233,6 +246,12 @@ class UnshardedBucket:
             param.make_unsharded(buffer.unsharded_tensor(slot))
         self._all_gather = None if self._is_alone else self._make_all_gather(buffer)
         self._pieces: list[Tensor] | None = None
+        self._stored = typed_segments(bucket.flat_shard.bytes, bucket.stored)
+        # Everything that `_to_send` depends on: buckets of other layouts use the same buffers.
+        direct = [
+            (slot.shard_offset, slot.chunk_bytes) for slot in map(slots.__getitem__, bucket.computed.direct)
+        ]
+        self._send_key = repr((direct, bucket.computed.packed_start, bucket.computed.segments))
         in_place = isinstance(self._all_gather, InPlaceAllGather)
         if self._all_gather is not None and flat is not None and not in_place:
             self._pieces = self._all_gather.cut(flat)
@@ -269,17 +288,18 @@ class UnshardedBucket:
             return self._all_gather.start_from(partial(self._cast, flat))
         if self._bucket.computed is self._bucket.stored:
             return self._all_gather.start(stream, self._all_gather.cut(flat))
-        num_bytes = self._bucket.computed.shard_bytes
-        scratch = stream.acquire(num_bytes, self._device)
-        send = scratch.bytes[:num_bytes]
-        self._cast(flat, send)
-        wait = self._all_gather.start(stream, self._all_gather.cut(send))
+        scratch = stream.acquire(self._bucket.computed.shard_bytes, self._device)
+        key = self._send_key
+        targets, pieces = scratch.views.get(key) or scratch.make_view(key, self._to_send)
+        is_copy = flat is not self._bucket.flat_shard.bytes
+        cast_segments(typed_segments(flat, self._bucket.stored) if is_copy else self._stored, targets)
+        return partial(_end, self._all_gather.start(stream, pieces), stream, scratch)
 
-        def finish() -> None:
-            wait()
-            stream.release(scratch)
-
-        return finish
+    def _to_send(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Of a buffer to send from: the segments that are cast into it, and the inputs of the all-gather."""
+        assert self._all_gather is not None
+        send = buffer[: self._bucket.computed.shard_bytes]
+        return typed_segments(send, self._bucket.computed), self._all_gather.cut(send)
 
     def _start_from_flat_shard(self) -> None:
         vars(self).pop("start_all_gather", None)

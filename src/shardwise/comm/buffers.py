@@ -190,10 +190,18 @@ class LocalViews:
 
 def cast_buffer(source: Tensor, laid_out: Layout, target: Tensor, to: Layout) -> None:
     """Copy a flat shard into another layout of the same parameters: one cast for each kind."""
-    for old, new in zip(laid_out.segments, to.segments, strict=True):
-        typed_range(target, new.start, new.end, new.dtype).copy_(
-            typed_range(source, old.start, old.end, old.dtype), non_blocking=True
-        )
+    cast_segments(typed_segments(source, laid_out), typed_segments(target, to))
+
+
+def typed_segments(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """The segments of a flat shard, each in its dtype."""
+    return [typed_range(flat, each.start, each.end, each.dtype) for each in layout.segments]
+
+
+def cast_segments(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy segments, each with one cast."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def strided_pieces(slot: Slot, rows: Tensor, origin: int, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -216,8 +216,8 @@ class BackendCollectives(Communicator):
     # A coalesced call runs its collectives one after another in one launch, and each pays the latency of all
     # ranks again. Parameters beyond this number are packed, as all are with one collective per group.
     most_direct = 64.0
-    # Each part takes the host a third of the time of a block of 12 parameters: 0.25 ms on an H200, in which
-    # NVLink moves about as much. With many ranks, see __init__.
+    # A part takes the host a third of the time of a block of 12 parameters: 0.25 ms beside an H200, in which
+    # NVLink moves about 64 MiB. With many ranks, see __init__.
     smallest_part_bytes = float(64 << 20)
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:

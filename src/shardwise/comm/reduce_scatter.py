@@ -133,9 +133,8 @@ class ReduceScatter:
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
         world, dtype = self.layout.world, target.dtype
-        found = _dtype_if_dense(own)
-        is_dense = found is dtype or (found, dtype) in _CAST_BY_CHUNK_CAT
-        is_chunked = is_dense and segment.start in self._chunked
+        found: Any = _dtype_if_dense(own) if segment.start in self._chunked else None
+        is_chunked = found is dtype or (found, dtype) in _CAST_BY_CHUNK_CAT
         if is_chunked and segment.start in self._plain:
             tensor_impl.chunk_cat(own, 0, world, out=target)
             return

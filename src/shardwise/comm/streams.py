@@ -13,7 +13,7 @@ not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA'
 ``torch.cuda`` waits for both kinds.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -129,6 +129,7 @@ class Scratch:
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.bytes = whole
+        self.storage = whole.untyped_storage()
         self.num_bytes = whole.numel()
         self.views: dict[Hashable, Any] = {}
 
@@ -319,8 +320,23 @@ class DeviceStream(CommStream):
     ) -> None:
         """``current`` returns the current stream."""
         self._current = current or CurrentStream(device)
+        self._spare: dict[int, list[Scratch]] = defaultdict(list)  # without memory, by size
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
+
+    def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
+        """New memory of the current stream; in a buffer that was released, with its views, if any was."""
+        if spare := self._spare[num_bytes]:
+            scratch = spare.pop()
+            scratch.storage.resize_(num_bytes)
+            return scratch
+        with torch.inference_mode(False):  # the next user may be training
+            return super().acquire(num_bytes, device, dtype)
+
+    def release(self, scratch: Scratch) -> None:
+        """Give the memory back."""
+        scratch.storage.resize_(0)
+        self._spare[scratch.num_bytes].append(scratch)
 
     def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
         current = self._current()
@@ -405,7 +421,7 @@ def current_stream(device: torch.device) -> Any:
 class CurrentStream:
     """Returns the current stream of ``device``, whose number it asks for: one object for each number.
 
-    ``torch.cuda.current_stream`` makes a new object with sixteen calls, eight times a step for each group.
+    ``torch.cuda.current_stream`` takes sixteen calls to make a new object; a group asks eight times a step.
     """
 
     def __init__(self, device: torch.device) -> None:

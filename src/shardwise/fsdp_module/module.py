@@ -466,7 +466,7 @@ class FSDPModule:
             options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
             dist.init_process_group("nccl", device_id=device, pg_options=options)
 
-        Run on a GPU with one rank only.
+        Tried on a GPU with one rank only.
 
         Args:
             backend: "NCCL" (default), the only one supported.

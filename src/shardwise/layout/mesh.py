@@ -377,7 +377,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 def default_device_type(caller: str) -> str:
     """The device type to train on: the accelerator if the default process group is made for it, or "cpu".
 
-    gloo is taken for a group of the host: it copies what is on an accelerator there first.
+    A group that was asked for as "gloo" is one of the host: gloo first copies what is on an accelerator.
 
     Raises:
         RuntimeError: there is no process group.
@@ -389,10 +389,10 @@ def default_device_type(caller: str) -> str:
         )
     pg = dist.group.WORLD
     assert pg is not None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in c10d.group_devices(pg):
+    accelerator, served = torch.accelerator.current_accelerator(check_available=True), c10d.group_devices(pg)
+    if accelerator is None or accelerator.type not in served:
         return "cpu"
-    return "cpu" if c10d.backend_name(pg, accelerator) == "gloo" else accelerator.type
+    return "cpu" if "cpu" in served and dist.get_backend(pg) == "gloo" else accelerator.type
 
 
 def _group_of(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:

@@ -122,9 +122,10 @@ def shard_model(
             (:class:`shardwise.strategies.WrapClasses`, :class:`shardwise.strategies.WrapBySize`, or any with
             its method ``choose``). None: the repeated blocks; see :class:`shardwise.strategies.WrapRepeated`.
             :func:`explain` shows the result.
-        mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, for
-            the hybrid ones arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets: on one host they do what
-            ``zero3`` and ``zero2`` do, with one rank on each what ``ddp`` does.
+        mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, on
+            the device that :func:`fully_shard` chooses; for the hybrid ones arranged by ``LOCAL_WORLD_SIZE``,
+            which torchrun sets: on one host they do what ``zero3`` and ``zero2`` do, with one rank on each
+            what ``ddp`` does.
         dp_mesh_dims: names of the dimensions to use, for a mesh of more.
         overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
             another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,

@@ -96,9 +96,9 @@ def assert_later(is_right: Tensor, message: str) -> None:
     """Raise a RuntimeError if ``is_right`` is False: at once on the host; a device stops when it comes to it.
 
     The host does not wait for the device. There is no public function (2.11 to 2.15). CUDA refuses a longer
-    message than `_LONGEST_OF_CUDA` bytes; the rest is cut off.
+    message than `_LONGEST_OF_CUDA` bytes; the beginning, where names stand, is cut off.
     """
-    torch._assert_async(is_right, message.encode()[:_LONGEST_OF_CUDA].decode(errors="ignore"))
+    torch._assert_async(is_right, message.encode()[-_LONGEST_OF_CUDA:].decode(errors="ignore"))
 
 
 def set_grad_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
