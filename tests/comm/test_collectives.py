@@ -185,6 +185,20 @@ def test_gradients_with_padding_are_packed_by_one_call(
                 assert torch.equal(found, expected)
 
 
+def test_only_casts_that_cuda_knows_are_left_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two dtypes, chunk_cat of CUDA takes bfloat16 into float32 alone."""
+    layout = planned([((8, 3), torch.float32, 0), ((8,), torch.float32, 0)], 4, 1 << 20)
+    cats: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "cat", lambda columns, **_: cats.append(columns[0].dtype))
+    monkeypatch.setattr(SingleRank, "reduce_scatter", lambda *_: None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        reduce = ReduceScatter(SingleRank(), layout, CPU)
+        gradients = [torch.ones(slot.shape, dtype=dtype) for slot in layout.slots]
+        sums = partial(torch.zeros, layout.shard_bytes, dtype=torch.uint8)
+        reduce.start(HostStream(), reduce.parts[0], gradients, sums, 1.0)
+    assert cats == [torch.float16, torch.float64]
+
+
 def chosen_communicators() -> list[str]:
     pg = dist.group.WORLD
     return [type(make_communicator(pg, device)).__name__ for device in (CPU, torch.device("cuda"))]

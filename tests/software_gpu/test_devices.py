@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from shardwise.comm.streams import CurrentStream, DeviceStream
 from software_gpu import inside, launch
 from software_gpu.launch import run_on_gpus
 
@@ -28,6 +29,7 @@ def one_device() -> None:
     tensors()
     pinned_memory()
     streams_and_events()
+    streams_of_communication()
     draws()
     memory()
     missing_kernel()
@@ -71,6 +73,26 @@ def streams_and_events() -> None:
     assert c.sum().item() == 4000
     ready.synchronize()
     assert ready.query()
+
+
+def streams_of_communication() -> None:
+    """The library's own look at the current stream, and buffers that come back without memory."""
+    device, side = torch.device("cuda", 0), torch.cuda.Stream()
+    current = CurrentStream(device)
+    before = current()
+    with side:
+        assert current() == side
+        assert current() is current()
+    assert current() is before
+    assert before == torch.cuda.current_stream()
+    stream, allocated = DeviceStream(device), torch.cuda.memory_allocated()
+    scratch = stream.acquire(1 << 20, device)
+    assert torch.cuda.memory_allocated() - allocated == 1 << 20
+    stream.release(scratch)
+    assert torch.cuda.memory_allocated() == allocated
+    assert stream.acquire(1 << 20, device) is scratch
+    assert stream.acquire(1 << 20, device) is not scratch
+    assert torch.cuda.memory_allocated() - allocated == 1 << 20  # the second is gone already
 
 
 def draws() -> None:
