@@ -216,9 +216,8 @@ class BackendCollectives(Communicator):
     # A coalesced call runs its collectives one after another in one launch, and each pays the latency of all
     # ranks again. Parameters beyond this number are packed, as all are with one collective per group.
     most_direct = 64.0
-    # A part takes the host a third of the time of a block of 12 parameters: 0.25 ms beside an H200, in which
-    # NVLink moves about 64 MiB. With many ranks, see __init__.
-    smallest_part_bytes = float(64 << 20)
+    # Above this, the transfer takes longer than one more launch; with many ranks, see __init__.
+    smallest_part_bytes = float(4 << 20)
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pg, is_async=device.type == "cpu")
