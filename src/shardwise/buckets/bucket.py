@@ -36,7 +36,7 @@ from shardwise.comm.buffers import (
 )
 from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
-from shardwise.comm.streams import CommStream, Finish, Scratch, nothing
+from shardwise.comm.streams import CommStream, Finish, nothing, wait_and_release
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_layout
@@ -211,11 +211,6 @@ class Bucket:
             param.rebase(view)
 
 
-def _end(wait: Finish, stream: CommStream, scratch: Scratch) -> None:
-    wait()
-    stream.release(scratch)
-
-
 class UnshardedBucket:
     """The unsharded parameters of ``bucket``, the same objects until it is laid out again.
 
@@ -248,9 +243,7 @@ class UnshardedBucket:
         self._pieces: list[Tensor] | None = None
         self._stored = typed_segments(bucket.flat_shard.bytes, bucket.stored)
         # Everything that `_to_send` depends on: buckets of other layouts use the same buffers.
-        direct = [
-            (slot.shard_offset, slot.chunk_bytes) for slot in map(slots.__getitem__, bucket.computed.direct)
-        ]
+        direct = [(slots[i].shard_offset, slots[i].chunk_bytes) for i in bucket.computed.direct]
         self._send_key = repr((direct, bucket.computed.packed_start, bucket.computed.segments))
         in_place = isinstance(self._all_gather, InPlaceAllGather)
         if self._all_gather is not None and flat is not None and not in_place:
@@ -293,7 +286,7 @@ class UnshardedBucket:
         targets, pieces = scratch.views.get(key) or scratch.make_view(key, self._to_send)
         is_copy = flat is not self._bucket.flat_shard.bytes
         cast_segments(typed_segments(flat, self._bucket.stored) if is_copy else self._stored, targets)
-        return partial(_end, self._all_gather.start(stream, pieces), stream, scratch)
+        return partial(wait_and_release, self._all_gather.start(stream, pieces), stream, (scratch,))
 
     def _to_send(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Of a buffer to send from: the segments that are cast into it, and the inputs of the all-gather."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.buffers import strided_pieces, typed_range
 from shardwise.comm.communicators import Communicator
-from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch
+from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch, wait_and_release
 from shardwise.layout.slots import BufferSegment, Layout, Slot
 from shardwise.torch_compat import tensor_impl
 
@@ -128,7 +128,7 @@ class ReduceScatter:
                 inputs.append(flat)
                 outputs.append(typed_range(output, segment.start, segment.end, segment.dtype))
         wait = self._comm.reduce_scatter(outputs, inputs, divisor)
-        return partial(_end, wait, pool, borrowed) if borrowed else wait
+        return partial(wait_and_release, wait, pool, borrowed) if borrowed else wait
 
     def _pack(self, segment: BufferSegment, own: Sequence[Tensor | None], target: Tensor) -> None:
         """Pack the small gradients ``own``: row r of ``target`` holds the shards of rank r."""
@@ -170,12 +170,6 @@ class ReduceScatter:
             if slot.is_strided and gradient is not None:
                 for piece, part in strided_pieces(slot, target.view(torch.uint8), segment.start, gradient):
                     piece.copy_(part)
-
-
-def _end(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
-    wait()
-    for scratch in borrowed:
-        pool.release(scratch)
 
 
 _dtype = attrgetter("dtype")

@@ -152,6 +152,13 @@ class BufferPool:
         """Take the buffer back, after all work issued with it has been waited for."""
 
 
+def wait_and_release(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]) -> None:
+    """Wait for work, then give back the buffers that it used."""
+    wait()
+    for scratch in borrowed:
+        pool.release(scratch)
+
+
 _NO_CONTEXT = nullcontext()
 _size = attrgetter("num_bytes")
 
