@@ -241,10 +241,11 @@ class UnshardedBucket:
             param.make_unsharded(buffer.unsharded_tensor(slot))
         self._all_gather = None if self._is_alone else self._make_all_gather(buffer)
         self._pieces: list[Tensor] | None = None
-        self._stored = typed_segments(bucket.flat_shard.bytes, bucket.stored)
-        # Everything that `_to_send` depends on: buckets of other layouts use the same buffers.
-        direct = [(slots[i].shard_offset, slots[i].chunk_bytes) for i in bucket.computed.direct]
-        self._send_key = repr((direct, bucket.computed.packed_start, bucket.computed.segments))
+        if bucket.computed is not bucket.stored:
+            self._stored = typed_segments(bucket.flat_shard.bytes, bucket.stored)
+            # Everything that `_to_send` depends on: buckets of other layouts use the same buffers.
+            direct = [(slots[i].shard_offset, slots[i].chunk_bytes) for i in bucket.computed.direct]
+            self._send_key = repr((direct, bucket.computed.packed_start, bucket.computed.segments))
         in_place = isinstance(self._all_gather, InPlaceAllGather)
         if self._all_gather is not None and flat is not None and not in_place:
             self._pieces = self._all_gather.cut(flat)

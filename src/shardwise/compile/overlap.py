@@ -16,6 +16,7 @@ where other steps stand: ranks of which one has fewer rows fuse and order those 
 
 import heapq
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -65,9 +66,10 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
         check_number(
             "compile_options", "bucket_cap_mb", bucket_cap_mb, wanted, above=0, kinds=kinds, most=math.inf
         )
+        size = partial(_same_size, min(bucket_cap_mb, sys.float_info.max) * 1e6 / 2**20)
         for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx"):
             options[name] = "all"
-            options[f"{name}_bucket_size_determinator"] = partial(_same_size, bucket_cap_mb * 1e6 / 2**20)
+            options[f"{name}_bucket_size_determinator"] = size
     return options
 
 

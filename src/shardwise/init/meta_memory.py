@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.init.placeholders import TensorSite, become_parameter, refresh_lists, sites_in
 from shardwise.layout.fqns import clean, listed
@@ -62,17 +61,10 @@ def _give_plain_memory(model: nn.Module, device: torch.device) -> None:
         if tensor.is_meta and id(tensor) not in sharded:
             sites.setdefault(id(tensor), (tensor, []))[1].append(site)
     for tensor, places in sites.values():
-        memory = _memory_like(tensor, device)
+        memory = dtensor.placed_as(tensor, torch.empty_like(dtensor.plain(tensor).detach(), device=device))
         if isinstance(tensor, nn.Parameter):
             become_parameter(tensor, memory, (site.module for site in places))
         else:
             for site in places:
                 site.entries[site.name] = memory
     refresh_lists(site.module for _, places in sites.values() for site in places)
-
-
-def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
-    if isinstance(tensor, DTensor):
-        local = dtensor.local_tensor(tensor)
-        return dtensor.make_dtensor(torch.empty_like(local, device=device), dtensor.spec_of(tensor))
-    return torch.empty_like(tensor.detach(), device=device)

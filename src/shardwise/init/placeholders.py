@@ -175,8 +175,7 @@ class Placeholder:
         part = self._part(value)
         new = self._memory_for(part)
         new.copy_(part)
-        if isinstance(old, DTensor):
-            new = dtensor.make_dtensor(new, dtensor.spec_of(old))
+        new = dtensor.placed_as(old, new)
         if not isinstance(old, nn.Parameter):
             self.original = new
             self._register(new)

@@ -220,7 +220,7 @@ class FlatOptimizer(Optimizer):
                 continue
             view = value.values(local.numel()).view(local.shape)
             view = with_own_storage(view) if type(view) is Tensor else view
-            shown[key] = dtensor.make_dtensor(view, _spec(param, view.dtype))
+            shown[key] = dtensor.placed_as(param, view)
             if value.is_ours:
                 self._note(view, value)
         return shown
@@ -312,12 +312,6 @@ def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
 def _name(param: Tensor) -> str:
     name = name_of_replaced(param)  # type: ignore[arg-type]
     return f"a parameter of shape {tuple(param.shape)}" if name is None else name
-
-
-def _spec(param: Any, dtype: torch.dtype) -> Any:
-    if dtype == param.dtype:
-        return dtensor.spec_of(param)
-    return dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, dtype)
 
 
 # --- checks ---------------------------------------------------------------------------------------

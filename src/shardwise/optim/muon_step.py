@@ -93,7 +93,7 @@ class MatrixStep:
         """This rank's part of the average of a matrix's gradients."""
         param, state = self._plan.params[index], self._state[self._plan.params[index]]
         if BUFFER not in state:
-            state[BUFFER] = _placed_as(param, torch.zeros_like(self._gradients[index]))
+            state[BUFFER] = dtensor.placed_as(param, torch.zeros_like(self._gradients[index]))
         buffer = state[BUFFER]
         if isinstance(buffer, DTensor) and (
             buffer.placements != param.placements or buffer.device_mesh != param.device_mesh  # type: ignore[attr-defined]
@@ -146,12 +146,3 @@ def _check_buffer(buffer: Any, param: Tensor, name: str) -> None:
             f"where a {type(param.data).__name__} of the parameter's shape, {tuple(param.shape)}, is "
             "expected. Load full states with shardwise.state.load_full_optimizer_state_dict."
         )
-
-
-def _placed_as(param: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    spec = dtensor.spec_of(param)
-    if local.dtype != param.dtype:
-        spec = dtensor.sharded_spec(param.device_mesh, tuple(param.placements), param.shape, local.dtype)
-    return dtensor.make_dtensor(local, spec)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_type
 from shardwise.torch_compat import dtensor
@@ -77,6 +76,4 @@ def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
         return tensor
     target = torch.empty_like(local, device=device, pin_memory=is_pinned and device.type == "cpu")
     target.copy_(local, non_blocking=True)
-    if isinstance(tensor, DTensor):
-        return dtensor.make_dtensor(target, dtensor.spec_of(tensor))
-    return target
+    return dtensor.placed_as(tensor, target)

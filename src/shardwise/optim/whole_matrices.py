@@ -171,10 +171,7 @@ class WholeMatrices:
 
         with monitor_of_job().call("WholeMatrices", self.exchange.axes):
             self.exchange.run(lambda index: (locals_[index],), on_stacks(function), write, active)
-        return [
-            dtensor.make_dtensor(result, dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else result
-            for result, tensor in zip(results, tensors, strict=True)
-        ]
+        return list(map(dtensor.placed_as, tensors, results))
 
     def _unlike(self, tensors: Sequence[Tensor]) -> Exception | None:
         names, forms = self.exchange.names, self.exchange.forms

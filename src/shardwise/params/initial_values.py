@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import Axis, ShardMesh, axes_of
 from shardwise.params.parameter import Param
@@ -158,10 +157,8 @@ class _ToSend(NamedTuple):
 
 def _replace_original(param: Param, new: Tensor) -> None:
     original = param.sharded
-    if isinstance(original, DTensor):
-        new = dtensor.make_dtensor(new, dtensor.spec_of(original))
     # The module keeps its own until the sharded parameter replaces it.
-    param.sharded = nn.Parameter(new, original.requires_grad)
+    param.sharded = nn.Parameter(dtensor.placed_as(original, new), original.requires_grad)
 
 
 def _broadcast(places: Sequence[_ToSend], axes: Sequence[Axis], device: torch.device) -> None:

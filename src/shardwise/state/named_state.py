@@ -175,8 +175,7 @@ def staged(value: Any) -> Any:
         memory = memory_of(local)
         if memory not in copies:  # tied parameters have several names and one memory: copied once
             copies[memory] = local.detach().to("cpu", copy=True)
-        copy = copies[memory]
-        return dtensor.make_dtensor(copy, dtensor.spec_of(leaf)) if isinstance(leaf, DTensor) else copy
+        return dtensor.placed_as(leaf, copies[memory])
 
     return mapped(value, copied)
 

@@ -249,14 +249,7 @@ def _blank(
 
 def with_memory(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """New memory on ``device``, of the form of ``like``."""
-    dtype = dtype or like.dtype
-    local = torch.empty_like(dtensor.plain(like), device=device, dtype=dtype)
-    if not isinstance(like, DTensor):
-        return local
-    spec = dtensor.spec_of(like)
-    if dtype != like.dtype:
-        spec = dtensor.sharded_spec(like.device_mesh, tuple(like.placements), like.shape, dtype)
-    return dtensor.make_dtensor(local, spec)
+    return dtensor.placed_as(like, torch.empty_like(dtensor.plain(like), device=device, dtype=dtype))
 
 
 def load_into(

@@ -64,6 +64,16 @@ Python's: a step makes one for each parameter.
 """
 
 
+def placed_as(like: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a DTensor placed as ``like``, whose dtype may differ; itself if ``like`` is plain."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = spec_of(like)
+    if local.dtype != like.dtype:
+        spec = sharded_spec(like.device_mesh, tuple(like.placements), like.shape, local.dtype)
+    return make_dtensor(local, spec)
+
+
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """A parameter that is a DTensor over ``local``, with the process groups of the mesh of ``spec``.
 
