@@ -29,6 +29,7 @@ from shardwise import (
     load_full_state_dict,
     materialize,
     no_sync,
+    resume,
     save_checkpoint,
     shard_model,
     trace,
@@ -162,6 +163,7 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "load_checkpoint": lambda job: load_checkpoint(f"{job.folder}/step-1", job.model, job.optimizer),
     "load_full_state_dict": _load_full_state_dict,
     "materialize": _materialize,
+    "resume": lambda job: resume(job.folder, job.model, job.optimizer),
     "save_checkpoint": lambda job: save_checkpoint(f"{job.folder}/step-2", job.model, job.optimizer),
     "shard_model": _hybrid,
     "trace": _trace,
@@ -282,6 +284,7 @@ inference: inference, collectives of passes
 load_checkpoint: load_checkpoint
 load_full_state_dict: load_full_state_dict
 materialize: materialize
+resume: resume
 save_checkpoint: save_checkpoint
 shard_model: shard_model
 trace: trace

@@ -63,6 +63,7 @@ materialize
 merge_traces
 no_sync
 register_fsdp_forward_method
+resume
 save_checkpoint
 shard_model
 share_comm_ctx

@@ -16,7 +16,7 @@ packages:
     shardwise.observe       counts of collectives, snapshots of memory
 """
 
-from shardwise.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint import latest_checkpoint, load_checkpoint, resume, save_checkpoint
 from shardwise.compile.overlap import compile_options
 from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
@@ -63,6 +63,7 @@ __all__ = [
     "merge_traces",
     "no_sync",
     "register_fsdp_forward_method",
+    "resume",
     "save_checkpoint",
     "shard_model",
     "share_comm_ctx",

@@ -1082,7 +1082,7 @@ def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path
     assert caught[0].filename == __file__
     assert_expected_inline(
         str(caught[0].message).replace(str(tmp_path), "RUN"),
-        """latest_checkpoint: RUN has complete checkpoints, but their names do not end in a number (best, last), so nothing says which is the newest. Returned None. Save under names such as step-100, or pass the path of one to load_checkpoint.""",
+        """latest_checkpoint: RUN has complete checkpoints, but their names do not end in a number (best, last), so nothing says which is the newest. Chose none. Save under names such as step-100, or pass the path of one to load_checkpoint.""",
     )
 
 

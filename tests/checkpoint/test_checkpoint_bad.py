@@ -834,7 +834,7 @@ def test_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: P
     assert_expected_inline(
         "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in first),
         """\
-TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the others what it found, and load only if that is a path; and have checkpoints on a file system that all hosts share.
+TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), which loads the newest one on all ranks, if there is one; and have checkpoints on a file system that all hosts share.
 TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a checkpoint, as a str or a Path.
 TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them

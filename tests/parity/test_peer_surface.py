@@ -46,6 +46,7 @@ BEYOND: dict[str, str] = {
     "full_state_dict": "a state of FSDP1's; the peer leaves it to torch.distributed.checkpoint, as the next four",
     "latest_checkpoint": "the newest complete one",
     "load_checkpoint": "refuses what does not fit before anything changes",
+    "resume": "loads that one, if there is one",
     "load_full_state_dict": "from one rank, an iterator or files",
     "save_checkpoint": "written beside, then renamed",
     "inference": "the peer all-gathers in each forward",

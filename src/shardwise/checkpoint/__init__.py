@@ -3,11 +3,13 @@
 save_checkpoint      write one, also beside training; returns a PendingSave
 load_checkpoint      read one into models and optimizers, in place; returns a Loaded
 latest_checkpoint    the newest complete one in a folder
+resume               find and load that
 """
 
 from shardwise.checkpoint.folders import latest_checkpoint
 from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.pending import PendingSave
+from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.save import save_checkpoint
 
-__all__ = ["Loaded", "PendingSave", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Loaded", "PendingSave", "latest_checkpoint", "load_checkpoint", "resume", "save_checkpoint"]

@@ -60,8 +60,8 @@ def given(caller: str, path: Any) -> Path:
     if path is None and caller == "load_checkpoint":
         raise TypeError(
             "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
-            "checkpoint: the folder does not exist on this host, or has none yet. Ask on one rank, tell the "
-            "others what it found, and load only if that is a path; and have checkpoints on a file system "
+            "checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), "
+            "which loads the newest one on all ranks, if there is one; and have checkpoints on a file system "
             "that all hosts share."
         )
     check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
@@ -345,9 +345,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     without a number are not considered; if there are no others, a warning says so. Wait for a save with
     ``keep`` that is still running: it removes older checkpoints.
 
-    Not collective: each rank looks for itself. On a file system that shows hosts old states, ask on one rank
-    and send the answer to the others (``torch.distributed.broadcast_object_list``): a host that finds none
-    would not call load_checkpoint, for which the others wait.
+    Not collective: each rank looks for itself. To load what it finds on all ranks, call :func:`resume`: on a
+    file system that shows hosts old states, a host that finds none would not call load_checkpoint, for which
+    the others wait.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.
@@ -362,15 +362,19 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
     Example::
 
-        path = latest_checkpoint("run")
-        first_step = 0 if path is None else load_checkpoint(path, model, optimizer).shared["step"]
+        if (path := latest_checkpoint("run")) is not None:
+            print("the newest checkpoint is", path.name)
     """
-    directory = absolute(directory)
+    return newest("latest_checkpoint", absolute(directory))
+
+
+def newest(caller: str, directory: Path) -> Path | None:
+    """As `latest_checkpoint`, with the name of the public function, for messages."""
     refuse_forbidden(directory)
     if is_complete(directory):
         raise ValueError(
-            f"latest_checkpoint: {directory} is itself a checkpoint, not a folder of checkpoints. Pass it to "
-            "load_checkpoint, or the folder that holds it to latest_checkpoint."
+            f"{caller}: {directory} is itself a checkpoint, not a folder of checkpoints. Pass it to "
+            f"load_checkpoint, or the folder that holds it to {caller}."
         )
     # Names of one number are told apart by their text, so that all ranks choose the same one.
     complete = _complete(directory)
@@ -379,10 +383,10 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
         return complete[latest]
     if complete:
         warnings.warn(
-            f"latest_checkpoint: {directory} has complete checkpoints, but their names do not end in a "
-            f"number ({listed(sorted(complete))}), so nothing says which is the newest. Returned None. Save "
+            f"{caller}: {directory} has complete checkpoints, but their names do not end in a "
+            f"number ({listed(sorted(complete))}), so nothing says which is the newest. Chose none. Save "
             "under names such as step-100, or pass the path of one to load_checkpoint.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return None
 

@@ -49,7 +49,7 @@ class Loaded:
     """What a checkpoint held besides the model and the optimizer.
 
     Attributes:
-        path: the folder that was read.
+        path: the folder that was read; None if :func:`resume` has found no checkpoint.
         shared: what was the same on all ranks; empty for a checkpoint that another program wrote.
         per_rank: what this rank has written; None if another number of ranks wrote the checkpoint, or
             nothing.
@@ -59,12 +59,29 @@ class Loaded:
         unexpected: names that the checkpoint has and the model lacks; only with `strict=False`.
     """
 
-    path: Path
+    path: Path | None
     shared: dict[str, Any]
     per_rank: dict[str, Any] | None
     world_size: int | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step in `shared`; 0 if nothing was loaded.
+
+        Raises:
+            ValueError: the checkpoint was saved without it.
+        """
+        if self.path is None:
+            return 0
+        if "step" not in self.shared:
+            raise ValueError(
+                f"{self.path} does not say at which step it was saved: `shared` "
+                f"{f'has only {listed(sorted(self.shared))}' if self.shared else 'is empty'}. Save it with "
+                "save_checkpoint(..., shared={'step': step})."
+            )
+        return self.shared["step"]  # type: ignore[no-any-return]
 
 
 # --- loading --------------------------------------------------------------------------------------

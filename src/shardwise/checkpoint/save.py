@@ -107,8 +107,7 @@ def save_checkpoint(
         beside = {"ema": ema, "scheduler": scheduler}
         save_checkpoint(f"run/step-{step}", model, optimizer, states=beside, shared={"step": step}, keep=3)
         ...
-        if (latest := latest_checkpoint("run")) is not None:
-            step = load_checkpoint(latest, model, optimizer, states=beside).shared["step"]
+        step = resume("run", model, optimizer, states=beside).step
     """
     rank_group = all_ranks()
     saves = saves_of(rank_group)

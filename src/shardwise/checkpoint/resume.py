@@ -1,0 +1,92 @@
+"""``resume``."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.arguments import check_type
+from shardwise.checkpoint.folders import absolute, newest
+from shardwise.checkpoint.load import Loaded, load_checkpoint
+from shardwise.checkpoint.pending import all_ranks, saves_of
+from shardwise.ranks.failures import monitored
+from shardwise.state.named_state import OptimizerOrMany
+
+_log = logging.getLogger(__name__)
+
+
+@monitored
+def resume(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    states: dict[str, Any] | None = None,
+    strict: bool = True,
+    convert_dtype: bool = False,
+    verify: bool = True,
+    trust: bool = False,
+) -> Loaded:
+    """Load the newest complete checkpoint in `directory`, if there is one.
+
+    Collective over all ranks of the default process group. The first rank looks for the checkpoint, as
+    :func:`latest_checkpoint` does, and all ranks load that one. If there is none, or no `directory`, nothing
+    is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty. The first rank logs which
+    checkpoint it has found, or that it found none.
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are.
+        model: see :func:`load_checkpoint`, also for the following arguments.
+        optimizer: one, or several.
+        states: objects whose states are loaded, by name.
+        strict: False lets names be missing on either side.
+        convert_dtype: convert floating-point tensors of another dtype.
+        verify: compare what is read with its digests.
+        trust: make objects of any class, which can run any code.
+
+    Returns:
+        What was loaded besides the model and the optimizer. Its `step` is the one that was saved.
+
+    Raises:
+        ValueError: `directory` is itself a checkpoint; or as :func:`load_checkpoint` raises.
+        FileNotFoundError: a rank's host does not see the checkpoint that the first rank has found.
+        PermissionError: this process may not read it.
+
+    Example::
+
+        step = resume("run", model, optimizer).step
+        while step < 1000:
+            train_step(model, optimizer)
+            step += 1
+            if step % 100 == 0:
+                save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step})
+    """
+    rank_group = all_ranks()
+    if (last := saves_of(rank_group).last) is not None:
+        last.end_before_next()
+    wanted = "a folder of checkpoints, as a str or a Path"
+    rank_group.run_on_all_ranks(
+        lambda: check_type("resume", "directory", directory, wanted, str, os.PathLike)
+    )
+    place = absolute(directory)
+    rank_group.agree("resume", {"directory": str(place)})
+    found = rank_group.run_on_all_ranks(
+        lambda: newest("resume", place) if rank_group.is_first else None, says_rank=False
+    )
+    latest: Path | None = rank_group.broadcast_object(found, 0)
+    if rank_group.is_first:
+        _log.info("resume: %s", f"no checkpoint in {place}" if latest is None else latest)
+    if latest is None:
+        return Loaded(None, {}, None, None)
+    return load_checkpoint(
+        latest,
+        model,
+        optimizer,
+        states=states,
+        strict=strict,
+        convert_dtype=convert_dtype,
+        verify=verify,
+        trust=trust,
+    )

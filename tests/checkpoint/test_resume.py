@@ -1,0 +1,163 @@
+"""``resume``: the newest checkpoint, the same on all ranks, or none."""
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World
+from meshed import refusal
+from models import built, random_batch, shard_tower, uneven_tower
+from reference import adamw, full, mean_of_squares
+from torch import nn
+
+from shardwise import latest_checkpoint, resume, save_checkpoint
+from shardwise.checkpoint import folders
+from shardwise.state import EMA
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None, steps: range) -> None:
+    """Each rank has its rows of the same batches, whatever the number of ranks."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for step in steps:
+        rows = random_batch(step, 12, 7).chunk(world)[rank]
+        mean_of_squares(model, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update()
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def job(folder: str, last_step: int, **save: Any) -> Any:
+    """A job that resumes, trains until `last_step`, and saves every second step."""
+    model = built(uneven_tower)
+    shard_tower(model)
+    optimizer, ema = adamw(model), EMA(model)
+    loaded = resume(folder, model, optimizer, states={"ema": ema})
+    for step in range(loaded.step, last_step):
+        train(model, optimizer, ema, range(step, step + 1))
+        if step % 2 == 1:
+            shared = {"step": step + 1, "seen": 12 * (step + 1)}
+            save_checkpoint(
+                f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared, **save
+            )
+    with ema.swap():
+        averages = values(model)
+    return loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), values(model), averages
+
+
+def test_a_job_that_is_started_again_goes_on(world2: World, world3: World, tmp_path: Path) -> None:
+    """From step 12, not from 8, which a sort of the names would choose; weights as if nothing had happened."""
+    plain = built(uneven_tower)
+    train(plain, adamw(plain), None, range(14))
+    for got in world2.run(job, str(tmp_path / "run"), 12):
+        assert got[:3] == (None, 0, None)
+    for path, step, seen, weights, _ in world3.run(job, str(tmp_path / "run"), 14):
+        assert (path, step, seen) == ("step-12", 12, 144)
+        for name, want in values(plain).items():
+            torch.testing.assert_close(weights[name], want, rtol=0, atol=1e-10)
+
+
+def test_states_come_back(world2: World, tmp_path: Path) -> None:
+    """Averages of an interrupted job are those of one that was not."""
+    at_once = world2.run(job, str(tmp_path / "once"), 4)
+    world2.run(job, str(tmp_path / "run"), 2)
+    for got, want in zip(world2.run(job, str(tmp_path / "run"), 4), at_once, strict=True):
+        assert got[1] == 2
+        for name, average in want[4].items():
+            assert torch.equal(got[4][name], average)
+
+
+def resumes_what_is_being_saved(folder: str) -> tuple[int, bool]:
+    model = built(uneven_tower)
+    shard_tower(model)
+    save_checkpoint(f"{folder}/step-1", model, shared={"step": 1}, asynchronous=True)
+    loaded = resume(folder, model)
+    return loaded.step, latest_checkpoint(folder) == loaded.path
+
+
+def test_a_save_beside_training_is_over_before(world2: World, tmp_path: Path) -> None:
+    assert world2.run(resumes_what_is_being_saved, str(tmp_path)) == [(1, True)] * 2
+
+
+def looks(folder: str) -> tuple[int, int]:
+    """How often this rank has looked into the folder, and where it resumed."""
+    model = built(uneven_tower)
+    shard_tower(model)
+    save_checkpoint(f"{folder}/step-1", model, shared={"step": 1})
+    with mock.patch.object(folders, "_complete", wraps=folders._complete) as complete:
+        step = resume(folder, model).step
+    return complete.call_count, step
+
+
+def test_only_the_first_rank_looks(world3: World, tmp_path: Path) -> None:
+    """Hosts may see old states of a file system that they share."""
+    assert world3.run(looks, str(tmp_path)) == [(1, 1), (0, 1), (0, 1)]
+
+
+def told_on_nothing(folder: str) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage().replace(folder, "RUN"))  # type: ignore[method-assign]
+    logger = logging.getLogger("shardwise.checkpoint.resume")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        resume(folder, nn.Linear(2, 2))
+        save_checkpoint(f"{folder}/step-1", nn.Linear(2, 2))
+        resume(folder, nn.Linear(2, 2))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return records
+
+
+def test_the_first_rank_logs_what_was_found(world2: World, tmp_path: Path) -> None:
+    assert world2.run(told_on_nothing, str(tmp_path)) == [
+        ["resume: no checkpoint in RUN", "resume: RUN/step-1"],
+        [],
+    ]
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_the_step_has_to_be_saved(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "step-1", nn.Linear(2, 2), shared={"epoch": 3})
+    loaded = resume(tmp_path, nn.Linear(2, 2))
+    assert loaded.shared == {"epoch": 3}
+    assert_expected_inline(
+        refusal(lambda: loaded.step).replace(str(tmp_path), "RUN"),
+        """ValueError: RUN/step-1 does not say at which step it was saved: `shared` has only epoch. Save it with save_checkpoint(..., shared={'step': step}).""",
+    )
+
+
+def refused(folder: str) -> list[str]:
+    model = nn.Linear(2, 2)
+    save_checkpoint(f"{folder}/step-1", model)
+    return [
+        refusal(resume, f"{folder}/step-1", model).replace(folder, "RUN"),
+        refusal(resume, None, model),
+        refusal(resume, f"{folder}/of-rank-{dist.get_rank()}", model).replace(folder, "RUN"),
+        refusal(resume, folder, nn.Linear(3, 2)).replace(folder, "RUN"),
+    ]
+
+
+def test_bad_input_is_refused_on_all_ranks(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(refused, str(tmp_path))
+    assert first == second
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+ValueError: resume: RUN/step-1 is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to resume.
+TypeError: resume: directory is None; pass a folder of checkpoints, as a str or a Path.
+ValueError: resume: ranks disagree on directory: rank 0 has 'RUN/of-rank-0', rank 1 has 'RUN/of-rank-1'. Pass the same on all ranks.
+ValueError: RUN/step-1: weight has shape (2, 2) in the source and (2, 3) in the model.""",
+    )
