@@ -193,8 +193,9 @@ def test_shards_may_be_quantised_on_some_ranks_only(world2: World, kind: str) ->
     assert all(distance(weight, expected) > 1e-3 for weight, _ in found)
 
 
-@pytest.mark.parametrize("kind", LOW_BIT)
-@pytest.mark.parametrize("shape", [(3, 2048), (130, 128), (129, 128)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), zip(LOW_BIT, [(3, 2048), (130, 128), (129, 128)] * 2, strict=True)
+)
 def test_whole_parameters_train_as_in_one_process(world2: World, kind: str, shape: Shape) -> None:
     with one_thread():
         expected, is_quantised = with_low_bits(kind, shape, is_sharded=False)

@@ -19,6 +19,6 @@ launch_order.py      whether ranks launch collectives in one order
 mutants.py           ways to break the waits of `src/shardwise`
 
 test_checker.py  short programs with and without races
-test_races.py    no scenario has a race; what the host waits for; the order of collectives
+test_races.py    no scenario has a race, or a wait that is no mutant; what the host waits for; the order of collectives
 test_mutants.py  each mutant is found by some scenario
 """

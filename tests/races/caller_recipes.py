@@ -1,6 +1,7 @@
 """Scenarios: other kinds of parameters, memory and collectives, and what a caller does between passes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from races.scenarios import (
     scenario,
     sgd,
     tower,
+    trained,
     training,
 )
 from races.simulation import Simulation
@@ -104,18 +106,11 @@ def routed_hybrid(_: Simulation) -> Step:
     return training(experts(2, 4))
 
 
-@scenario("experts in one group, all in use")
-def rotated(_: Simulation) -> Step:
-    """Gradients come in another order on each rank."""
-    return training(tower(model=ExpertTower(used=4)))
-
-
-@scenario("experts in one group")
-def routed_in_one_group(_: Simulation) -> Step:
-    """Gradients come in another order on each rank, and some do not come at all."""
-    model = tower(model=ExpertTower())
-    model.set_reduce_scatter_unused_params(True)
-    return training(model)
+# Gradients come in another order on each rank; of those in use alone, some do not come at all.
+scenario("experts in one group, all in use")(trained(model=partial(ExpertTower, used=4)))
+scenario("experts in one group")(
+    trained(model=ExpertTower, prepare=lambda model: model.set_reduce_scatter_unused_params(True))
+)
 
 
 def subclasses(kind: type[Wrapper]) -> Recipe:
@@ -137,29 +132,20 @@ scenario("extension: bytes and scales")(subclasses(RowScaled))
 scenario("extension: travels in low precision")(subclasses(TravelsLow))
 
 
-@scenario("frozen parameters")
-def frozen(_: Simulation) -> Step:
+def frozen() -> nn.Module:
     model = Tower(WIDTH, 2 * WIDTH)
     for block in model.blocks[1:]:
         block.requires_grad_(False)
-    return training(tower(model=model))
+    return model
 
+
+scenario("frozen parameters")(trained(model=frozen))
 
 # --- other collectives ----------------------------------------------------------------------------
 
 
-@scenario("int8 all-gathers")
-def quantized_all_gather(_: Simulation) -> Step:
-    return training(tower(comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather())))
-
-
 def hooked(hook: Any, *shape: int) -> Recipe:
-    def recipe(_: Simulation) -> Step:
-        model = tower(*shape or (8,))
-        register_comm_hook(model, None, hook)
-        return training(model)
-
-    return recipe
+    return trained(*shape, prepare=lambda model: register_comm_hook(model, None, hook))
 
 
 def by_hand(state: None, grad: Tensor, output: Tensor) -> None:
@@ -170,24 +156,14 @@ def by_hand(state: None, grad: Tensor, output: Tensor) -> None:
     )
 
 
+scenario("int8 all-gathers")(trained(comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather())))
 scenario("int8 reduction")(hooked(QuantizedReduction()))
 scenario("int8 reduction, hybrid")(hooked(QuantizedReduction(), 2, 4))
 scenario("low-precision reduction")(hooked(LowPrecisionReduction()))
 scenario("low-precision reduction, hybrid")(hooked(LowPrecisionReduction(), 2, 4))
 scenario("comm hook")(hooked(by_hand))
-
-
-def custom(returns_work: bool) -> Recipe:
-    def recipe(_: Simulation) -> Step:
-        model = tower()
-        Comms(model, returns_work=returns_work)
-        return training(model)
-
-    return recipe
-
-
-scenario("custom collectives")(custom(returns_work=True))
-scenario("custom collectives that wait")(custom(returns_work=False))
+scenario("custom collectives")(trained(prepare=partial(Comms, returns_work=True)))
+scenario("custom collectives that wait")(trained(prepare=partial(Comms, returns_work=False)))
 
 
 @scenario("hook on its own stream")
@@ -205,12 +181,20 @@ def hook_on_a_stream(simulation: Simulation) -> Step:
 OFFLOAD = {"event_synchronize": 6}
 
 
-def offloaded(*shape: int, microbatches: int = 1, pin_memory: bool = True, **options: Any) -> Recipe:
-    def recipe(_: Simulation) -> Step:
-        policy = CPUOffloadPolicy(pin_memory=pin_memory)
-        return training(tower(*shape or (8,), offload_policy=policy, **options), microbatches=microbatches)
+def offloaded(*shape: int, pin_memory: bool = True, **options: Any) -> Recipe:
+    return trained(*shape, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory), **options)
 
-    return recipe
+
+@torch.no_grad()
+def edit(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.99)
+
+
+def edit_after_a_forward(model: nn.Module, has_grad: bool) -> None:
+    with torch.set_grad_enabled(has_grad):
+        model(batch())
+    edit(model)
 
 
 scenario("offload", **OFFLOAD)(offloaded())
@@ -221,34 +205,12 @@ scenario("offload, accumulation", event_synchronize=8)(offloaded(microbatches=2)
 scenario("offload to pageable memory", **OFFLOAD, copy_to_the_host=4)(offloaded(pin_memory=False))
 
 
-@scenario("offload, edits after a forward without backward", event_synchronize=7)
-def offload_with_early_edits(_: Simulation) -> Step:
-    model = tower(offload_policy=CPUOffloadPolicy())
-    train = training(model)
-
-    def step() -> nn.Module:
-        model(batch())
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.99)
-        return train()
-
-    return step
-
-
-@scenario("offload, edits between passes", event_synchronize=7)
-def offload_with_edits(_: Simulation) -> Step:
-    model = tower(offload_policy=CPUOffloadPolicy())
-    train = training(model)
-
-    def step() -> nn.Module:
-        with torch.no_grad():
-            model(batch())
-            for param in model.parameters():
-                param.mul_(0.99)
-        return train()
-
-    return step
+scenario("offload, edits after a forward without backward", event_synchronize=7)(
+    offloaded(before=partial(edit_after_a_forward, has_grad=True))
+)
+scenario("offload, edits between passes", event_synchronize=7)(
+    offloaded(before=partial(edit_after_a_forward, has_grad=False))
+)
 
 
 @scenario(
@@ -265,9 +227,7 @@ def offload_with_frozen_blocks(simulation: Simulation) -> Step:
     def step() -> nn.Module:
         on_device = batch().to(simulation.torch_device, non_blocking=True)
         model(on_device.requires_grad_()).square().mean().backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.99)
+        edit(model)
         model.zero_grad()
         return model
 
@@ -277,18 +237,34 @@ def offload_with_frozen_blocks(simulation: Simulation) -> Step:
 # --- what a caller does ---------------------------------------------------------------------------
 
 
-@scenario("summon", equal=22)  # has a parameter been changed?
-def summon(_: Simulation) -> Step:
-    model = tower()
-    train = training(model)
+def edited_while_unsharded(model: nn.Module) -> None:
+    with shardwise.unsharded(model):
+        edit(model)
 
-    def step() -> nn.Module:
-        with shardwise.unsharded(model), torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.9)
-        return train()
 
-    return step
+def evaluated(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.train()
+
+
+def inferred(model: nn.Module, forwards: int = 1) -> None:
+    with shardwise.inference(model), torch.no_grad():
+        for _ in range(forwards):
+            model(batch())
+
+
+def unsharded_by_hand(model: Any) -> None:
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    for handle in handles:
+        handle.wait()
+
+
+scenario("summon", equal=22)(trained(before=edited_while_unsharded))  # has a parameter been changed?
+scenario("evaluation between steps")(trained(before=evaluated))
+scenario("inference")(trained(before=partial(inferred, forwards=3)))
+scenario("unshard by hand", copy_to_the_host=1)(trained(before=unsharded_by_hand))  # are they still the same?
 
 
 @scenario("edits between forward and backward")
@@ -318,50 +294,6 @@ def assigned(_: Simulation) -> Step:
         forward_backward(model)
         model.zero_grad()
         return model
-
-    return step
-
-
-@scenario("evaluation between steps")
-def evaluation(_: Simulation) -> Step:
-    model = tower()
-    train = training(model)
-
-    def step() -> nn.Module:
-        train()
-        model.eval()
-        with torch.no_grad():
-            model(batch())
-        model.train()
-        return model
-
-    return step
-
-
-@scenario("inference")
-def inference(_: Simulation) -> Step:
-    model = tower()
-    train = training(model)
-
-    def step() -> nn.Module:
-        with shardwise.inference(model), torch.no_grad():
-            for _ in range(3):
-                model(batch())
-        return train()
-
-    return step
-
-
-@scenario("unshard by hand", copy_to_the_host=1)  # are they still the same?
-def unshard_by_hand(_: Simulation) -> Step:
-    model = tower()
-    train = training(model)
-
-    def step() -> nn.Module:
-        handles = [block.unshard(async_op=True) for block in model.blocks]
-        for handle in handles:
-            handle.wait()
-        return train()
 
     return step
 
@@ -416,11 +348,6 @@ def summoned(model: nn.Module) -> None:
     with shardwise.unsharded(model, writeback=False), torch.no_grad():
         for param in model.parameters():
             param.sum()
-
-
-def inferred(model: nn.Module) -> None:
-    with shardwise.inference(model), torch.no_grad():
-        model(batch())
 
 
 class UnheardSGD:
@@ -502,10 +429,11 @@ def clipping(_: Simulation) -> Step:
     return step
 
 
-@scenario("flat optimizer")
-def flat_optimizer(_: Simulation) -> Step:
-    model = tower()
-    return training(model, FlatOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)))
+scenario("flat optimizer")(
+    trained(
+        optimizer=lambda model: FlatOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True))
+    )
+)
 
 
 @scenario("manual finalization")

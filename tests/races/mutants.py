@@ -7,7 +7,7 @@ A wait is left out where the named functions ask for it (`Site`: those inside of
     enter                      work and memory go to the current stream instead
     *.synchronize              the host does not wait
 
-`PATCHES` break more than one call. `HARMLESS` are those that no program can notice, each with the reason. `test_mutants.py` holds that there are no others.
+`PATCHES` break more than one call. `HARMLESS` are those that no program can notice, each with the reason. `test_races.py` holds that there are no others.
 """
 
 from collections.abc import Callable

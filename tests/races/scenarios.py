@@ -177,3 +177,30 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, m
         return model
 
     return step
+
+
+def trained(
+    *shape: int,
+    model: Callable[[], nn.Module] | None = None,
+    prepare: Callable[[Any], object] | None = None,
+    before: Callable[[Any], object] | None = None,
+    optimizer: Callable[[nn.Module], Any] = sgd,
+    microbatches: int = 1,
+    **options: Any,
+) -> Recipe:
+    """Training a tower, or `model()`. `prepare`: what is done to it once; `before`: what is before each step."""
+
+    def recipe(_: Simulation) -> Step:
+        sharded = tower(*shape, model=None if model is None else model(), **options)
+        if prepare is not None:
+            prepare(sharded)
+        train = training(sharded, optimizer(sharded), microbatches)
+
+        def step() -> nn.Module:
+            if before is not None:
+                before(sharded)
+            return train()
+
+        return step
+
+    return recipe

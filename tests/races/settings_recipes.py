@@ -1,5 +1,6 @@
 """Scenarios: settings of `fully_shard`, and strategies."""
 
+from functools import partial
 from typing import Any
 
 from models import Tower
@@ -19,6 +20,7 @@ from races.scenarios import (
     scenario,
     sgd,
     tower,
+    trained,
     training,
 )
 from races.simulation import Simulation
@@ -27,71 +29,48 @@ from shardwise import CommPolicy
 # --- settings -------------------------------------------------------------------------------------
 
 
-@scenario("packed")
-def packed(_: Simulation) -> Step:
-    return training(tower(comm_policy=None))
+class Checkpointed(Tower):
+    """Blocks that are computed again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(WIDTH, 2 * WIDTH)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+        return self.outlet(x)
 
 
-@scenario("direct")
-def direct(_: Simulation) -> Step:
-    return training(tower())
+def prefetching(count: int) -> CommPolicy:
+    return CommPolicy(packing_limit_bytes=1024, part_bytes=0, prefetch=count)
 
 
-@scenario("one communicator for all")
-def one_communicator(_: Simulation) -> Step:
-    model = tower()
-    model.set_separate_reduce_scatter_group(False)
-    return training(model)
-
-
-@scenario("prefetch 0")
-def without_prefetch(_: Simulation) -> Step:
-    return training(tower(comm_policy=CommPolicy(packing_limit_bytes=1024, part_bytes=0, prefetch=0)))
-
-
-@scenario("prefetch 2")
-def far_prefetch(_: Simulation) -> Step:
-    return training(tower(comm_policy=CommPolicy(packing_limit_bytes=1024, part_bytes=0, prefetch=2)))
-
-
-@scenario("mixed precision")
-def mixed(_: Simulation) -> Step:
-    return training(tower(mp_policy=MIXED))
-
-
-@scenario("low precision")
-def low(_: Simulation) -> Step:
-    return training(tower(mp_policy=LOW))
-
-
-@scenario("hybrid")
-def hybrid(_: Simulation) -> Step:
-    return training(tower(2, 4))
-
-
-@scenario("hybrid, mixed precision")
-def hybrid_mixed(_: Simulation) -> Step:
-    return training(tower(2, 4, mp_policy=MIXED))
-
-
-@scenario("hybrid, low precision")
-def hybrid_low(_: Simulation) -> Step:
-    return training(tower(2, 4, mp_policy=LOW))
-
-
-@scenario("uneven rows")
-def uneven(_: Simulation) -> Step:
-    return training(tower(model=Tower(WIDTH, 131)))
-
-
-@scenario("accumulation")
-def accumulation(_: Simulation) -> Step:
-    return training(tower(), microbatches=3)
-
-
-@scenario("accumulation, mixed precision")
-def accumulation_mixed(_: Simulation) -> Step:
-    return training(tower(mp_policy=MIXED), microbatches=3)
+RECIPES: dict[str, Recipe] = {
+    "packed": trained(comm_policy=None),
+    "direct": trained(),
+    "one communicator for all": trained(prepare=lambda model: model.set_separate_reduce_scatter_group(False)),
+    "prefetch 0": trained(comm_policy=prefetching(0)),
+    "prefetch 2": trained(comm_policy=prefetching(2)),
+    "mixed precision": trained(mp_policy=MIXED),
+    "low precision": trained(mp_policy=LOW),
+    "hybrid": trained(2, 4),
+    "hybrid, mixed precision": trained(2, 4, mp_policy=MIXED),
+    "hybrid, low precision": trained(2, 4, mp_policy=LOW),
+    "uneven rows": trained(model=partial(Tower, WIDTH, 131)),
+    "accumulation": trained(microbatches=3),
+    "accumulation, mixed precision": trained(mp_policy=MIXED, microbatches=3),
+    "checkpointing": trained(model=partial(Checkpointed, use_reentrant=False)),
+    "reentrant checkpointing": trained(model=partial(Checkpointed, use_reentrant=True)),
+    "parts kept until backward": trained(reshard_after_forward=2),
+    "parts kept until backward, mixed precision": trained(reshard_after_forward=2, mp_policy=MIXED),
+    "kept until backward": trained(reshard_after_forward=False),
+    "kept storage": trained(prepare=lambda model: model.set_keep_unsharded_storage(True)),
+    "kept after backward": trained(prepare=lambda model: model.set_reshard_after_backward(False)),
+}
+for _name, _recipe in RECIPES.items():
+    scenario(_name)(_recipe)
 
 
 @scenario("hybrid, all-reduce of every third backward")
@@ -110,61 +89,6 @@ def rare_all_reduce(_: Simulation) -> Step:
     return step
 
 
-class Checkpointed(Tower):
-    """Blocks that are computed again in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
-        return self.outlet(x)
-
-
-class ReentrantCheckpointed(Checkpointed):
-    use_reentrant = True
-
-
-@scenario("checkpointing")
-def checkpointing(_: Simulation) -> Step:
-    return training(tower(model=Checkpointed(WIDTH, 2 * WIDTH)))
-
-
-@scenario("reentrant checkpointing")
-def reentrant(_: Simulation) -> Step:
-    return training(tower(model=ReentrantCheckpointed(WIDTH, 2 * WIDTH)))
-
-
-@scenario("parts kept until backward")
-def kept_parts(_: Simulation) -> Step:
-    return training(tower(reshard_after_forward=2))
-
-
-@scenario("parts kept until backward, mixed precision")
-def kept_parts_mixed(_: Simulation) -> Step:
-    return training(tower(reshard_after_forward=2, mp_policy=MIXED))
-
-
-@scenario("kept until backward")
-def kept(_: Simulation) -> Step:
-    return training(tower(reshard_after_forward=False))
-
-
-@scenario("kept storage")
-def kept_storage(_: Simulation) -> Step:
-    model = tower()
-    model.set_keep_unsharded_storage(True)
-    return training(model)
-
-
-@scenario("kept after backward")
-def kept_after_backward(_: Simulation) -> Step:
-    model = tower()
-    model.set_reshard_after_backward(False)
-    return training(model)
-
-
 # --- strategies -----------------------------------------------------------------------------------
 
 
@@ -177,7 +101,6 @@ def strategy(name: str, *shape: int) -> Recipe:
     return recipe
 
 
-for _name in ("ddp", "zero2", "zero3"):
+for _name in ("ddp", "zero1", "zero2", "zero3"):
     scenario(_name)(strategy(_name))
-scenario("zero1")(strategy("zero1"))
 scenario("hybrid_zero2")(strategy("hybrid_zero2", 2, 4))

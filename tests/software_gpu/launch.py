@@ -22,6 +22,11 @@ from software_gpu import build
 PATIENCE_S = 30
 # What the back end of torch 2.15 says of each process group of a rank that has failed.
 NOISE = "was not finalized before destruction"
+# Torch registers the names of its back ends only where it sees a device.
+on_the_older_back_end = pytest.mark.skipif(
+    not hasattr(distributed_c10d, "ProcessGroupNCCL2"), reason="this torch has one back end for NCCL"
+)
+OLDER = pytest.param("nccl-legacy", marks=[pytest.mark.slow, on_the_older_back_end])
 
 
 def run_on_gpus(
@@ -57,11 +62,6 @@ def run_on_gpus(
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def has_older_back_end() -> bool:
-    """Whether this torch has two back ends for NCCL. It registers their names only where it sees a device."""
-    return hasattr(distributed_c10d, "ProcessGroupNCCL2")
 
 
 def _memory_or_disk() -> str | None:

@@ -10,9 +10,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.interop import PipelineStage
-from software_gpu.training import join, mesh_of
+from software_gpu.training import BF16, OFFLOAD, join, mesh_of
 
 WIDTH, ROWS, STEPS = 24, 8, 3
 
@@ -144,9 +143,6 @@ def tensor_parallel(dtype: torch.dtype | None = None, **settings: Any) -> float:
     return max(off)
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
 def differences(backend: str = "nccl") -> dict[str, float]:
     """By what was tried."""
     join(backend)
@@ -157,9 +153,9 @@ def differences(backend: str = "nccl") -> dict[str, float]:
         if world > 2:
             found[f"{name}, kept"] = pipelined(name, world // 2, reshard_after_forward=False)
     if world > 2:
-        found["1F1B, offloaded"] = pipelined("1F1B", world // 2, offload_policy=CPUOffloadPolicy())
+        found["1F1B, offloaded"] = pipelined("1F1B", world // 2, offload_policy=OFFLOAD)
         found["tensor parallel"] = tensor_parallel()
         found["tensor parallel, kept"] = tensor_parallel(reshard_after_forward=False)
-        found["tensor parallel, offloaded"] = tensor_parallel(offload_policy=CPUOffloadPolicy())
+        found["tensor parallel, offloaded"] = tensor_parallel(offload_policy=OFFLOAD)
         found["tensor parallel, bfloat16"] = tensor_parallel(torch.bfloat16, mp_policy=BF16)
     return found

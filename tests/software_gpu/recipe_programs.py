@@ -22,7 +22,7 @@ from shardwise import CommPolicy, CPUOffloadPolicy, DataParallelMeshDims, MixedP
 from shardwise.optim import FlatOptimizer, Muon, is_hidden_matrix, offload_optimizer_state
 from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
-from software_gpu.training import Block, Model, join, mesh_of, tokens
+from software_gpu.training import BF16, OFFLOAD, Block, Model, join, mesh_of, tokens
 
 STEPS = 4
 
@@ -145,6 +145,7 @@ class Recipe:
     optimizer: MakeOptimizer = sgd  # AdamW hides a factor that all gradients have
     plain_optimizer: MakeOptimizer | None = None  # None: `optimizer`
     settings: dict[str, Any] = field(default_factory=dict)  # of fully_shard
+    strategy: str | None = None  # of shard_model, which then shards
     hybrid: bool = False  # on a mesh of two replicas
     prepare: Callable[[Any], Any] = lambda model: None  # after sharding
     accumulated: int = 1
@@ -152,9 +153,7 @@ class Recipe:
     max_norm: float | None = None
     dtype: torch.dtype | None = None  # of computation; plain torch computes with rounded copies
     double: bool = False  # everything in float64
-    scaled: bool = (
-        False  # the loss, by a gradient scaler; gradients of the second step are infinite on one rank
-    )
+    scaled: bool = False  # by a gradient scaler; in the second step, gradients of one rank are infinite
     tolerance: float = 2e-5
     is_exact: bool = True  # the same numbers as plain torch, but for the order of sums
 
@@ -169,13 +168,20 @@ def compiled_blocks(model: Any) -> None:
         block.compile(backend="aot_eager")
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-OFFLOAD = CPUOffloadPolicy()
 # Weights that differ by the order of a sum may be rounded to other neighbours: 1/256 of a weight or two.
 ROUNDED = Recipe(dtype=torch.bfloat16, tolerance=2e-3)
 
 RECIPES: dict[str, Recipe] = {
+    **{name: Recipe(strategy=name) for name in ("zero1", "zero2", "zero3", "ddp")},
+    "kept": Recipe(settings={"reshard_after_forward": False}),
+    "accumulated": Recipe(accumulated=2),
+    "accumulated without sync": Recipe(accumulated=2, syncs=False),
+    "offloaded": Recipe(settings={"offload_policy": OFFLOAD}),
+    "offloaded, accumulated, clipped": Recipe(
+        settings={"offload_policy": OFFLOAD}, accumulated=2, max_norm=0.1
+    ),
+    "separate reductions": Recipe(prepare=lambda model: model.set_separate_reduce_scatter_group(True)),
     "hybrid": Recipe(hybrid=True),
     "hybrid, kept": Recipe(hybrid=True, settings={"reshard_after_forward": False}),
     "hybrid, accumulated without sync": Recipe(hybrid=True, accumulated=2, syncs=False, max_norm=0.1),
@@ -204,6 +210,7 @@ RECIPES: dict[str, Recipe] = {
         settings={"offload_policy": OFFLOAD}, optimizer=functools.partial(adamw, fused=True)
     ),
     "AdamW": Recipe(optimizer=adamw),
+    "foreach": Recipe(optimizer=functools.partial(adamw, foreach=True), plain_optimizer=adamw),
     "fused": Recipe(optimizer=functools.partial(adamw, fused=True), plain_optimizer=adamw, max_norm=0.1),
     "optimizer's state offloaded": Recipe(optimizer=offloaded_state, plain_optimizer=adamw),
     "checkpointed": Recipe(model=functools.partial(checkpointed, False)),
@@ -288,13 +295,13 @@ def finish_step(recipe: Recipe, model: Any, optimizer: Any, scaler: Any, clip: C
     optimizer.zero_grad()
 
 
-def plain(recipe: Recipe) -> Results:
+def plain(recipe: Recipe, steps: int = STEPS) -> Results:
     model = new_model(recipe)
     optimizer = (recipe.plain_optimizer or recipe.optimizer)(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if recipe.scaled else None
     rank, world = dist.get_rank(), dist.get_world_size()
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for number in range(step * recipe.accumulated, (step + 1) * recipe.accumulated):
             for r in range(world):
                 loss = loss_with_copies(model, tokens(number, r), recipe.dtype)
@@ -308,7 +315,10 @@ def plain(recipe: Recipe) -> Results:
 
 def sharded(recipe: Recipe, mesh: DeviceMesh, settings: dict[str, Any]) -> Results:
     model: Any = new_model(recipe).cuda()
-    shard_tower(model, mesh=mesh, **settings)
+    if recipe.strategy is None:
+        shard_tower(model, mesh=mesh, **settings)
+    else:
+        shardwise.shard_model(model, strategy=recipe.strategy)
     recipe.prepare(model)
     optimizer = recipe.optimizer(model)
     scaler = shardwise.GradScaler("cuda", init_scale=2.0**8) if recipe.scaled else None

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import CPUOffloadPolicy
-from software_gpu.training import STEPS, Model, join, tokens
+from software_gpu.training import Model, join, tokens
+
+STEPS = 3
 
 # --- materialize ----------------------------------------------------------------------------------
 
@@ -215,11 +217,10 @@ def check_full_state(mesh: Any) -> None:
         assert torch.equal(value.cpu(), expected[name]), name
 
 
-def check_all(folder: Path, backend: str = "nccl") -> int:
+def check_all(folder: Path, backend: str = "nccl") -> None:
     mesh = join(backend)
     check_materialize(mesh)
     check_generation(mesh)
     check_resume(mesh, folder / "resumed")
     check_asynchronous_save(mesh, folder / "beside")
     check_full_state(mesh)
-    return dist.get_world_size()

@@ -15,13 +15,9 @@ from models import shard_tower
 from torch import nn
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.optim import FlatOptimizer
 from software_gpu import inside
-from software_gpu.training import Model, join, mesh_of, tokens
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OFFLOAD = CPUOffloadPolicy()
+from software_gpu.training import BF16, OFFLOAD, Model, join, mesh_of, tokens
 
 # --- allocations and waits ------------------------------------------------------------------------
 
@@ -242,9 +238,9 @@ def noted_collectives(lines: list[str]) -> Iterator[None]:
         lines.append(f"{what:<27} {found['elements']:>6} {TYPES[int(found['type'])]:<8}  {where}")
 
 
-def collectives_of_a_step(settings: dict[str, Any], backend: str = "nccl") -> list[str]:
+def collectives_of_a_step(settings: dict[str, Any]) -> list[str]:
     """Of the third step of a small model."""
-    join(backend)
+    join()
     model = sharded_model(**settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     lines: list[str] = []

@@ -25,9 +25,8 @@ def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
 
 
-@pytest.mark.parametrize(
-    ("late", "devices"), [(0, 1), *(pytest.param(late, 2, marks=pytest.mark.slow) for late in (0, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "devices"), [(0, 1), (0, 2), (2, 2)])
 def test_the_program_of_the_readme_learns(late: int, devices: int, tmp_path: Path) -> None:
     """On the host, if there are fewer devices than processes."""
     seen = {"SOFTWARE_GPU_COUNT": str(devices)}

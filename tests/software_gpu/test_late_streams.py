@@ -37,9 +37,39 @@ def freed_too_early() -> list[float]:
     return read.tolist()
 
 
-def test_a_missing_wait_gives_wrong_numbers() -> None:
-    assert run_on_gpus(1, without_a_wait) == [[3.0] * 4]
-    assert run_on_gpus(1, without_a_wait, late=1) != [[3.0] * 4]
+def gradients_of_a_branch() -> list[float]:
+    """Of a weight that is used on a side stream, read on the caller's stream after backward."""
+    x, weight = torch.full((2, 2), 3.0, device="cuda"), torch.ones(2, 2, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        branch = x @ weight
+    torch.cuda.current_stream().wait_stream(side)
+    branch.sum().backward()
+    assert weight.grad is not None
+    doubled = weight.grad * 2
+    torch.cuda.current_stream().synchronize()
+    return doubled.flatten().tolist()
+
+
+def filled_memory() -> list[int]:
+    """What an operation that does not run late has written into memory that torch fills as it allocates it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    return torch.ones(4, device="cuda").nonzero().flatten().tolist()
+
+
+def all_three() -> tuple[list[float], list[float], list[int]]:
+    return without_a_wait(), gradients_of_a_branch(), filled_memory()
+
+
+def test_late_streams_give_wrong_numbers_without_a_wait_and_keep_what_torch_promises() -> None:
+    """The caller's stream waits for those of backward; what is filled is filled before it is written."""
+    right, *promised = [3.0] * 4, [12.0] * 4, [0, 1, 2, 3]
+    assert run_on_gpus(1, all_three) == [(right, *promised)]
+    ((read, *kept),) = run_on_gpus(1, all_three, late=1)
+    assert read != right
+    assert kept == promised
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from software_gpu import parallel_programs
-from software_gpu.launch import has_older_back_end, run_on_gpus
+from software_gpu.launch import on_the_older_back_end, run_on_gpus
 
 # Partial sums over ranks are rounded to bfloat16 before they are added; plain torch adds in float32.
 TOLERANCE = {"tensor parallel, bfloat16": 2e-2}
@@ -12,11 +12,12 @@ TOLERANCE = {"tensor parallel, bfloat16": 2e-2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "late", "backend"),
-    [(2, 0, "nccl"), (2, 2, "nccl"), (4, 0, "nccl"), (4, 2, "nccl"), (4, 2, "nccl-legacy")],
+    [
+        *((world, late, "nccl") for world in (2, 4) for late in (0, 2)),
+        pytest.param(4, 2, "nccl-legacy", marks=on_the_older_back_end),
+    ],
 )
 def test_pipelines_and_tensor_parallelism(world: int, late: int, backend: str) -> None:
-    if backend == "nccl-legacy" and not has_older_back_end():
-        pytest.skip("this torch has one back end for NCCL")
     for rank, found in enumerate(
         run_on_gpus(world, parallel_programs.differences, backend, late=late, timeout_s=400)
     ):

@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from software_gpu import steady_programs
-from software_gpu.launch import has_older_back_end, run_on_gpus
+from software_gpu.launch import OLDER, run_on_gpus
 from software_gpu.steady_programs import STEADY
 
 STEPS, GROUPS = 3, 4
@@ -22,18 +22,28 @@ def check_costs(found: list[dict[str, dict[str, int]]], names: list[str]) -> Non
         assert costs == expected
 
 
-def test_steady_steps_take_no_memory_and_wait_for_nothing() -> None:
-    names = ["zero3", "zero2", "hybrid", "bfloat16", "offloaded", "two forwards before a backward"]
-    check_costs(run_on_gpus(2, steady_programs.steady, names), names)
+FEW = ["zero3", "zero2", "hybrid", "bfloat16", "offloaded", "two forwards before a backward"]
+LOGGED = {"SOFTWARE_GPU_LOG": "1"}
+
+
+def costs_and_collectives() -> tuple[dict[str, dict[str, int]], list[str]]:
+    return steady_programs.steady(FEW), steady_programs.collectives_of_a_step({})
+
+
+@pytest.fixture(scope="module")
+def few() -> list[Any]:
+    return run_on_gpus(2, costs_and_collectives, env=LOGGED)
+
+
+def test_steady_steps_take_no_memory_and_wait_for_nothing(few: list[Any]) -> None:
+    check_costs([costs for costs, _ in few], FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "late"), [(2, 0), (2, 1), (2, 2), (2, 11), (4, 0), (4, 2)])
-@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+@pytest.mark.parametrize("backend", ["nccl", OLDER])
 def test_all_steady_steps_take_no_memory_and_wait_for_nothing(world: int, late: int, backend: str) -> None:
     """With late streams as well: memory is not taken anew because what used it is not done yet."""
-    if backend == "nccl-legacy" and not has_older_back_end():
-        pytest.skip("this torch has one back end for NCCL")
     check_costs(run_on_gpus(world, steady_programs.steady, list(STEADY), backend, late=late), list(STEADY))
 
 
@@ -88,18 +98,15 @@ def test_expandable_segments_are_refused() -> None:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def collectives_of(world: int, settings: dict[str, Any], backend: str = "nccl") -> str:
-    """Of a step; all ranks ask for the same."""
-    first, *others = run_on_gpus(
-        world, steady_programs.collectives_of_a_step, settings, backend, env={"SOFTWARE_GPU_LOG": "1"}
-    )
+def the_same(of_ranks: list[list[str]]) -> str:
+    first, *others = of_ranks
     assert all(lines == first for lines in others)
     return "\n".join(first)
 
 
-def test_collectives_of_a_step() -> None:
+def test_collectives_of_a_step(few: list[Any]) -> None:
     assert_expected_inline(
-        collectives_of(2, {}),
+        the_same([collectives for _, collectives in few]),
         """\
 all-gather                    3504 uint8     communicator A, stream A
 all-gather                   28544 uint8     communicator A, stream A
@@ -120,7 +127,7 @@ reduce-scatter (mean)          876 float32   communicator B, stream B""",
 @pytest.mark.slow
 def test_collectives_of_a_step_with_replicas() -> None:
     assert_expected_inline(
-        collectives_of(4, {"hybrid": True}),
+        the_same(run_on_gpus(4, steady_programs.collectives_of_a_step, {"hybrid": True}, env=LOGGED)),
         """\
 all-gather                    3504 uint8     communicator A, stream A
 all-gather                   28544 uint8     communicator A, stream A
