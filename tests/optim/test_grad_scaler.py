@@ -18,6 +18,7 @@ import torch
 from comparing import assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, layout_inputs, parameters_of, seat, whole
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -34,11 +35,11 @@ class Branch(nn.Module):
 
     def __init__(self, rows: int = ROWS) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, 8))
+        self.linear = nn.Linear(8, rows, bias=False)
         self.factors = [1.0] * rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.t() - 1).square() @ x.new_tensor(self.factors)
+        return (self.linear(x) - 1).square() @ x.new_tensor(self.factors)
 
 
 class Gain(nn.Module):
@@ -246,47 +247,31 @@ def test_a_scalar_in_front_hides_nothing(world4: World, layout: Layout) -> None:
 TENSOR_PARALLEL = Layout((2, 2), ("dp", "tp"), ("dp",))
 
 
-class Split(nn.Module):
-    """A linear layer that tensor parallelism splits by rows; the same losses as a branch."""
+class Split(Branch):
+    """A branch whose rows tensor parallelism divides."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-        self.factors = [1.0] * 8
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) - 1).square() @ x.new_tensor(self.factors)
+        super().__init__(8)
 
 
-def tensor_parallel(layout: Layout | None, order: str, row: int | None) -> dict[str, Any]:
+def tensor_parallel(layout: Layout | None, order: list[type[Branch]], overflow: Overflow) -> dict[str, Any]:
     """Plain parameters lie on the data-parallel mesh alone, the split ones on both dimensions."""
-    model = built(Split, Branch) if order == "split_first" else built(Branch, Split)
-    split = next(child for child in model.children_ if isinstance(child, Split))
+    model = built(*order)
     if layout is not None:
         # Gathered outputs: every rank computes the same loss from all of them.
         style = ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())
-        parallelize_module(split, layout.mesh()["tp"], {"linear": style})
+        parallelize_module(model.children_[order.index(Split)], layout.mesh()["tp"], {"linear": style})
         for child in (*model.children_, model):
             fully_shard(child, mesh=layout.mesh()["dp"])
-    scaler = scaler_for(layout, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    notes: dict[str, Any] = {}
-    for step in range(3):
-        optimizer.zero_grad()
-        if row is not None:
-            split.factors[row] = HUGE if step == 1 else 1.0
-        scaler.scale(model(layout_inputs(layout, step)).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        notes[f"scale after step {step}"] = scaler.get_scale()
-        notes |= {f"{name} after step {step}": value for name, value in parameters_of(model).items()}
-    return notes
+    return trained(layout, model, [torch.optim.SGD(model.parameters(), lr=0.05)], overflow)
 
 
-@pytest.mark.parametrize("order", ["split_first", "plain_first"])
-def test_parameters_split_by_tensor_parallelism_are_skipped_by_all(world4: World, order: str) -> None:
-    for row in (None, 0, 3, 7):
-        assert_as_plain(world4, tensor_parallel, TENSOR_PARALLEL, order, row)
+@pytest.mark.parametrize("order", [[Split, Branch], [Branch, Split]], ids=["split_first", "plain_first"])
+def test_parameters_split_by_tensor_parallelism_are_skipped_by_all(
+    world4: World, order: list[type[Branch]]
+) -> None:
+    for overflow in [None, *(("row", order.index(Split), row) for row in (0, 3, 7))]:
+        assert_as_plain(world4, tensor_parallel, TENSOR_PARALLEL, order, overflow)
 
 
 # --- as scripts use it ----------------------------------------------------------------------------
@@ -308,7 +293,9 @@ def test_of_two_optimizers_only_the_one_that_overflowed_is_skipped(world4: World
     for row in (0, ROWS - 1):
         overflow = ("row", child, row)
         expected = two_optimizers(None, overflow)
-        before, after = (expected[f"children_.{1 - child}.weight after step {step}"] for step in (0, 1))
+        before, after = (
+            expected[f"children_.{1 - child}.linear.weight after step {step}"] for step in (0, 1)
+        )
         assert not torch.equal(before, after)
         assert_all_same(world4.run(two_optimizers, SQUARE, overflow), expected)
 
@@ -347,7 +334,9 @@ def test_an_overflow_of_an_unsynchronised_microbatch_is_seen_at_the_end(world2: 
         assert_all_same(world2.run(clipped_and_accumulated, Layout((1, 2)), overflow), expected)
 
 
-def own_gradients(rank: int | None) -> tuple[list[float], list[Tensor], list[Tensor]]:
+@on_ranks(4)
+@pytest.mark.parametrize("rank", [None, 0, 3])
+def test_an_overflow_of_what_no_other_rank_has_is_seen_by_all(rank: int | None) -> None:
     """A plain parameter beside the sharded ones, whose gradient is each rank's own business."""
     model = sharded(Branches(Branch, Branch), ["sharded", "ignored"], SQUARE)
     model.set_reduce_ignored_params(False)
@@ -362,18 +351,12 @@ def own_gradients(rank: int | None) -> tuple[list[float], list[Tensor], list[Ten
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        shards.append(whole(model.children_[0].weight))  # type: ignore[arg-type]
-        own.append(model.children_[1].weight.detach().clone())  # type: ignore[union-attr, operator]
-    return scales, shards, own
-
-
-@pytest.mark.parametrize("rank", [None, 0, 3])
-def test_an_overflow_of_what_no_other_rank_has_is_seen_by_all(world4: World, rank: int | None) -> None:
-    for scales, shards, own in world4.run(own_gradients, rank):
-        assert scales == ([SCALE, 2 * SCALE, 2 * SCALE] if rank is None else [SCALE, SCALE / 2, SCALE / 2])
-        assert torch.equal(shards[0], shards[1]) is (rank is not None)
-        assert torch.equal(own[0], own[1]) is (rank is not None)
-        assert not torch.equal(shards[1], shards[2])
+        shards.append(whole(model.children_[0].linear.weight))  # type: ignore[arg-type]
+        own.append(model.children_[1].linear.weight.detach().clone())  # type: ignore[union-attr, operator]
+    assert scales == ([SCALE, 2 * SCALE, 2 * SCALE] if rank is None else [SCALE, SCALE / 2, SCALE / 2])
+    assert torch.equal(shards[0], shards[1]) is (rank is not None)
+    assert torch.equal(own[0], own[1]) is (rank is not None)
+    assert not torch.equal(shards[1], shards[2])
 
 
 def float32_scales(kinds: list[str], row: int) -> list[float]:

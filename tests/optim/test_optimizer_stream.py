@@ -15,6 +15,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from models import even_tower, random_batch, shard_tower
+from on_ranks import on_ranks
 from simulated_device import Event, streams_on_the_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +41,19 @@ def step(model: nn.Module) -> None:
 # --- whose memory gradients are -------------------------------------------------------------------
 
 
-def streams_that_allocate_gradients(shape: tuple[int, ...], computes_in: torch.dtype | None) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("shape", "computes_in", "expected"),
+    [
+        ((2,), None, ["reduce"]),
+        ((2, 1), None, ["reduce"]),
+        ((2,), torch.bfloat16, ["reduce", "replicate"]),  # the sums, and what they are cast to
+    ],
+)
+def test_gradients_lie_in_memory_of_the_streams_that_reduce(
+    shape: tuple[int, ...], computes_in: torch.dtype | None, expected: list[str]
+) -> None:
+    """What ``zero_grad()`` gives back is allocated again only behind the optimizer, which may yet read it."""
     found: set[str] = set()
     with streams_on_the_host() as device, pytest.MonkeyPatch.context() as patch:
 
@@ -53,22 +66,7 @@ def streams_that_allocate_gradients(shape: tuple[int, ...], computes_in: torch.d
         model = sharded_tower(shape, MixedPrecisionPolicy(param_dtype=computes_in))
         step(model)
         step(model)
-    return sorted(found)
-
-
-@pytest.mark.parametrize(
-    ("shape", "computes_in", "expected"),
-    [
-        ((2,), None, ["reduce"]),
-        ((2, 1), None, ["reduce"]),
-        ((2,), torch.bfloat16, ["reduce", "replicate"]),  # the sums, and what they are cast to
-    ],
-)
-def test_gradients_lie_in_memory_of_the_streams_that_reduce(
-    world2: World, shape: tuple[int, ...], computes_in: torch.dtype | None, expected: list[str]
-) -> None:
-    """What ``zero_grad()`` gives back is allocated again only behind the optimizer, which may yet read it."""
-    assert world2.run(streams_that_allocate_gradients, shape, computes_in) == [expected] * 2
+    assert sorted(found) == expected
 
 
 # --- who waits ------------------------------------------------------------------------------------
@@ -97,24 +95,11 @@ def full_parameters(model: Any) -> None:
         pass
 
 
-def waits_for_the_event(act: Callable[[Any], None]) -> list[str]:
-    """Who waits for the event, in order, before the first all-gather, or the first look at shards."""
-    with streams_on_the_host() as device:
-        model = sharded_tower()
-        if act is a_forward_of_what_was_kept:
-            model.set_reshard_after_backward(False)
-        step(model)
-        model.set_post_optim_event(Event("optimizer", device.log))
-        device.log.clear()
-        act(model)
-    first_all_gather = device.log.index("gather is current") if "gather is current" in device.log else None
-    return [line for line in device.log[:first_all_gather] if "optimizer" in line]
-
-
 OTHERS = ["reduce waits for the event of optimizer", "replicate waits for the event of optimizer"]
 GATHER, COMPUTING = "gather waits for the event of optimizer", "computing waits for the event of optimizer"
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("act", "expected"),
     [
@@ -126,9 +111,19 @@ GATHER, COMPUTING = "gather waits for the event of optimizer", "computing waits 
     ],
 )
 def test_nobody_touches_the_shards_before_the_optimizer_is_done(
-    world2: World, act: Callable[[Any], None], expected: list[str]
+    act: Callable[[Any], None], expected: list[str]
 ) -> None:
-    assert world2.run(waits_for_the_event, act) == [expected] * 2
+    """Who waits for its event, in order, before the first all-gather, or the first look at shards."""
+    with streams_on_the_host() as device:
+        model = sharded_tower()
+        if act is a_forward_of_what_was_kept:
+            model.set_reshard_after_backward(False)
+        step(model)
+        model.set_post_optim_event(Event("optimizer", device.log))
+        device.log.clear()
+        act(model)
+    first_all_gather = device.log.index("gather is current") if "gather is current" in device.log else None
+    assert [line for line in device.log[:first_all_gather] if "optimizer" in line] == expected
 
 
 # --- whose event ----------------------------------------------------------------------------------
@@ -187,7 +182,8 @@ set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cpu', the devi
     )
 
 
-def train_with_what_the_host_has() -> list[list[float]]:
+@on_ranks(2)
+def test_streams_and_events_of_the_host_change_nothing() -> None:
     """The lines of a script for any device, with a hook on a stream and an event, and without."""
     results = []
     for uses_streams in (True, False):
@@ -206,14 +202,10 @@ def train_with_what_the_host_has() -> list[list[float]]:
             optimizer.zero_grad()
             losses.append(loss.item())
         results.append(losses)
-    return results
+    with_them, without = results
+    assert with_them == without
+    assert len(set(without)) == 3  # it trains
 
 
 def halve(gradient: torch.Tensor) -> None:
     gradient.mul_(0.5)
-
-
-def test_streams_and_events_of_the_host_change_nothing(world2: World) -> None:
-    for with_them, without in world2.run(train_with_what_the_host_has):
-        assert with_them == without
-        assert len(set(without)) == 3  # it trains

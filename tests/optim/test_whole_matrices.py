@@ -1,6 +1,5 @@
 """A function of whole matrices on shards: what owners get, what comes back, who does how much of it."""
 
-import re
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
+from on_ranks import on_ranks
 from reference import full
 from sent_bytes import counting_bytes
 from torch import Tensor
@@ -104,18 +104,14 @@ def test_each_matrix_goes_through_the_function_once(
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-def blocks_alone() -> Any:
+@on_ranks(2)
+def test_fused_matrices_are_treated_one_by_one() -> None:
     whole = wholes()[0]
     mesh = device_mesh((2,), ("shard",))
     tensor = distribute_tensor(whole, mesh, (Shard(0),))
     (got,) = on_whole_matrices([tensor], lambda m, _: inverse_like(m), row_blocks={0: [3, 4]})
-    return full(got)
-
-
-def test_fused_matrices_are_treated_one_by_one(world2: World) -> None:
-    parts = wholes()[0].split([3, 4])
-    for got in world2.run(blocks_alone):
-        torch.testing.assert_close(got, torch.cat([inverse_like(part) for part in parts]))
+    want = torch.cat([inverse_like(part) for part in whole.split([3, 4])])
+    torch.testing.assert_close(full(got), want)
 
 
 # --- a method of its own on it --------------------------------------------------------------------
@@ -259,11 +255,11 @@ def test_an_exchange_sends_no_more_than_rows_there_and_back(world4: World) -> No
         assert 0.9 * 1.5 * matrices / 4 < num_bytes < 1.05 * 1.5 * matrices / 4 + 20_000
 
 
-def largest_live(count: int) -> int:
-    """Elements of the largest buffer that an exchange allocates, in matrices."""
+@on_ranks(2)
+def test_memory_is_bounded_by_a_batch() -> None:
     width = 64
     mesh = device_mesh((2,), ("shard",))
-    tensors = [distribute_tensor(torch.ones(width, width), mesh, (Shard(0),)) for _ in range(count)]
+    tensors = [distribute_tensor(torch.ones(width, width), mesh, (Shard(0),)) for _ in range(40)]
     most = 0
 
     def function(matrices: Tensor, keys: list[BlockKey]) -> Tensor:
@@ -272,11 +268,7 @@ def largest_live(count: int) -> int:
         return matrices
 
     WholeMatrices(tensors, batch_bytes=3 * width * width * 4).apply(tensors, function)
-    return most
-
-
-def test_memory_is_bounded_by_a_batch(world2: World) -> None:
-    assert world2.run(largest_live, 40) == [3, 3]
+    assert most == 3
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -326,14 +318,11 @@ ValueError: the function of whole matrices returned (1, 3, 2) for 1 matrices of 
     )
 
 
-def disagreement() -> str:
+@on_ranks(2)
+def test_ranks_with_other_matrices_are_told() -> None:
     mesh = device_mesh((2,), ("shard",))
     rank = mesh.get_local_rank()
     good = distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),))
     whole = WholeMatrices([good] * (1 + rank))
-    return refusal(lambda: whole.apply([good] * (1 + rank), lambda m, _: m))
-
-
-def test_ranks_with_other_matrices_are_told(world2: World) -> None:
-    for text in world2.run(disagreement):
-        assert re.match(r"ValueError: WholeMatrices: ranks disagree on the tensors: rank 0 has '1 in 1", text)
+    text = refusal(lambda: whole.apply([good] * (1 + rank), lambda m, _: m))
+    assert text.startswith("ValueError: WholeMatrices: ranks disagree on the tensors: rank 0 has '1 in 1")

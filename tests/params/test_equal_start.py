@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import Tower, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from refusals import wrapped
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,11 +32,11 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def assert_values(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
-    for found in ranks:
-        assert found.keys() == want.keys()
-        for name, value in want.items():
-            assert torch.equal(found[name], value), name
+def assert_values(model: nn.Module, want: dict[str, Tensor]) -> None:
+    found = values(model)
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(found[name], value), name
 
 
 # --- compared -------------------------------------------------------------------------------------
@@ -84,55 +85,39 @@ def test_hybrid_meshes_name_the_ranks_on_either_side(world4: World, seeds: tuple
     assert expected in ranks[0][0]
 
 
-def one_element() -> list[str]:
+@on_ranks(2)
+def test_one_element_is_found_whoever_keeps_it() -> None:
     """A difference that only one rank keeps, in one bias."""
-    found = []
     for holder in range(dist.get_world_size()):
         model = built(Tower, seed=0)
         with torch.no_grad():
             if dist.get_rank() == 0:
                 model.blocks[1].up.bias[-1 if holder else 0] += 1e-9
-        found.append(refusal(backward, shard_tower(model)))
-    return found
-
-
-def test_one_element_is_found_whoever_keeps_it(world2: World) -> None:
-    first, second = world2.run(one_element)
-    assert first == second
-    for text in first:
+        text = refusal(backward, shard_tower(model))
         assert text.startswith(
             "RuntimeError: blocks.1.up.bias: the values on rank 1 differed from those on rank 0"
         )
 
 
-def given_values_later(how: str) -> dict[str, Tensor]:
+@on_ranks(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
+def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(how: str) -> None:
     """Other values on every rank before sharding, the same on all after it: as checkpoints are loaded."""
     wanted = built(Tower, seed=7).state_dict()
     model = shard_tower(built(Tower, seed=dist.get_rank()))
-    if how == "load_state_dict":
-        model.load_state_dict(wanted)
-    elif how == "assign":
-        model.load_state_dict(wanted, assign=True)
+    if how in ("load_state_dict", "assign"):
+        model.load_state_dict(wanted, assign=how == "assign")
     elif how == "load_full_state_dict":
         load_full_state_dict(model, wanted if dist.get_rank() == 0 else {})
     else:
         for name, param in model.named_parameters():
-            local = param.to_local()
+            local = param.to_local().data if how == "data" else param.to_local()
             rows = torch.chunk(wanted[name], dist.get_world_size())
-            mine = rows[dist.get_rank()] if dist.get_rank() < len(rows) else wanted[name][:0]
-            if how == "data":
-                local.data.copy_(mine)
-            else:
-                with torch.no_grad():
-                    local.copy_(mine)
+            with torch.no_grad():
+                local.copy_(rows[dist.get_rank()] if dist.get_rank() < len(rows) else wanted[name][:0])
     backward(model)
-    return values(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["load_state_dict", "assign", "load_full_state_dict", "data", "copy"])
-def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(world4: World, how: str) -> None:
-    assert_values(world4.run(given_values_later, how), built(Tower, seed=7).state_dict())
+    assert_values(model, wanted)
 
 
 def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
@@ -152,14 +137,13 @@ def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
     told = [refusal(backward, model), refusal(backward, model)]
     model.load_state_dict(built(Tower, seed=9).state_dict())
     backward(model)
-    assert_values([values(model)], built(Tower, seed=9).state_dict())
+    assert_values(model, built(Tower, seed=9).state_dict())
     return told
 
 
 @pytest.mark.parametrize(
     ("when", "seeds"),
     [
-        ("before the first step", (1, None)),
         ("before the first step", (1, 2)),
         ("assigned", (1, 2)),
         ("after materialize", (1, None)),
@@ -178,7 +162,9 @@ def test_full_values_that_differ_by_rank_are_refused_at_the_next_forward(
 
 
 def test_the_refusal_of_different_loads_says_what_to_do(world2: World) -> None:
-    first, _ = world2.run(loaded_apart, "before the first step", (1, None))
+    first, second = world2.run(loaded_apart, "before the first step", (1, None))
+    assert first == second
+    assert first[0] == first[1]
     assert_expected_inline(
         wrapped(first[0]),
         """\
@@ -192,45 +178,38 @@ load_full_state_dict, which sends those of one rank.""",
     )
 
 
-def loads_that_are_alike(how: str) -> dict[str, Tensor]:
+LOADED_LAST = [
+    "each its own, and then all",
+    "each its own, and then shards",
+    "one replica, and sent to the other",
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("how", LOADED_LAST)
+def test_only_what_was_loaded_last_counts(how: str) -> None:
     """Values that ranks load alike in the end, between two steps and the next."""
-    rank = dist.get_rank()
-    if how == "one replica, and sent to the other":
-        model = shard_tower(built(Tower, seed=0), mesh=device_mesh((2, 2), ("replicate", "shard")))
-    else:
-        model = shard_tower(built(Tower, seed=0))
+    rank, own, wanted = dist.get_rank(), built(Tower, seed=dist.get_rank()), built(Tower, seed=7).state_dict()
+    mesh = {"mesh": device_mesh((2, 2), ("replicate", "shard"))} if how == LOADED_LAST[2] else {}
+    model = shard_tower(built(Tower, seed=0), **mesh)
     backward(model)
-    if how == "each its own, and then all":
-        model.load_state_dict(built(Tower, seed=rank).state_dict())
-        load_full_state_dict(model, built(Tower, seed=7).state_dict() if rank == 0 else None)
-    elif how == "each its own, and then shards":
-        shards = {
-            name: value.detach().clone()
-            for name, value in shard_tower(built(Tower, seed=7)).state_dict().items()
-        }
-        model.load_state_dict(built(Tower, seed=rank).state_dict())
-        model.load_state_dict(shards)
+    if how == LOADED_LAST[0]:
+        model.load_state_dict(own.state_dict())
+        load_full_state_dict(model, wanted if rank == 0 else None)
+    elif how == LOADED_LAST[1]:
+        shards = shard_tower(built(Tower, seed=7)).state_dict()
+        model.load_state_dict(own.state_dict())
+        model.load_state_dict({name: value.detach().clone() for name, value in shards.items()})
     else:
         if rank < 2:
-            model.load_state_dict(built(Tower, seed=7).state_dict())
+            model.load_state_dict(wanted)
         sync_module_states(model)
     backward(model)
-    return values(model)
+    assert_values(model, wanted)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "each its own, and then all",
-        "each its own, and then shards",
-        "one replica, and sent to the other",
-    ],
-)
-def test_only_what_was_loaded_last_counts(world4: World, how: str) -> None:
-    assert_values(world4.run(loads_that_are_alike, how), built(Tower, seed=7).state_dict())
-
-
-def not_compared() -> list[str]:
+@on_ranks(2)
+def test_what_is_not_to_be_compared_is_not() -> None:
     """Where nothing is to be compared: the flag, no values yet, and values that one rank had right."""
     rank = dist.get_rank()
     backward(shard_tower(built(Tower, seed=rank), check_equal_weights=False))
@@ -249,28 +228,19 @@ def not_compared() -> list[str]:
     fully_shard(model)
     model.load_state_dict(wanted)
     model(random_batch(0, 4)).sum().backward()
-    return [refusal(fully_shard, nn.Linear(2, 2), check_equal_weights=1)]
+    text = refusal(fully_shard, nn.Linear(2, 2), check_equal_weights=1)
+    assert text == "TypeError: fully_shard: check_equal_weights is 1, an int; pass True or False."
 
 
-def test_what_is_not_to_be_compared_is_not(world4: World) -> None:
-    assert (
-        world4.run(not_compared)
-        == [["TypeError: fully_shard: check_equal_weights is 1, an int; pass True or False."]] * 4
-    )
-
-
-def what_stays() -> list[Any]:
+@on_ranks(2)
+def test_checksums_are_dropped_once_they_were_equal() -> None:
     model = shard_tower(built(Tower, seed=0))
     params = [
         p for m in model.modules() if (g := vars(m).get("_shardwise_state")) for p in g.group.shards.params
     ]
-    before = sum(param.initial_checksums is not None for param in params)
+    assert all(param.initial_checksums is not None for param in params)
     backward(model)
-    return [before == len(params), sum(param.initial_checksums is not None for param in params)]
-
-
-def test_checksums_are_dropped_once_they_were_equal(world2: World) -> None:
-    assert world2.run(what_stays) == [[True, 0]] * 2
+    assert all(param.initial_checksums is None for param in params)
 
 
 # --- made equal -----------------------------------------------------------------------------------
@@ -282,7 +252,7 @@ class WithBuffer(Tower):
         self.register_buffer("scale", torch.randn(3))
 
 
-def synced(shape: tuple[int, ...], strategy: str | None, others_on_meta: bool) -> dict[str, Tensor]:
+def assert_synced(shape: tuple[int, ...], strategy: str | None, others_on_meta: bool) -> None:
     torch.manual_seed(dist.get_rank())
     with torch.device("meta" if others_on_meta and dist.get_rank() else "cpu"):
         model: Any = WithBuffer().double()
@@ -292,36 +262,27 @@ def synced(shape: tuple[int, ...], strategy: str | None, others_on_meta: bool) -
     else:
         shard_model(model, strategy=strategy, mesh=mesh, sync_module_states=True)
     backward(model)
-    return values(model)
-
-
-def of_rank_0() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return WithBuffer().double().state_dict()
+    assert_values(model, WithBuffer().double().state_dict())
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("others_on_meta", [False, True])
-def test_sync_module_states_spreads_what_the_first_rank_has(world2: World, others_on_meta: bool) -> None:
+def test_sync_module_states_spreads_what_the_first_rank_has(others_on_meta: bool) -> None:
     for strategy in (None, "ddp", "zero2"):
-        assert_values(world2.run(synced, (2,), strategy, others_on_meta), of_rank_0())
+        assert_synced((2,), strategy, others_on_meta)
 
 
-def test_sync_module_states_reaches_all_of_a_hybrid_mesh(world4: World) -> None:
-    assert_values(world4.run(synced, (2, 2), None, True), of_rank_0())
+@on_ranks(4)
+def test_sync_module_states_reaches_all_of_a_hybrid_mesh() -> None:
+    assert_synced((2, 2), None, others_on_meta=True)
 
 
-def unlike_models() -> list[str]:
+@on_ranks(2)
+def test_sync_module_states_refuses_models_that_do_not_fit() -> None:
     narrow = nn.Linear(2, 2 + dist.get_rank())
     with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
         empty = nn.Linear(2, 2)
-    return [refusal(fully_shard, m, sync_module_states=True) for m in (narrow, empty)]
-
-
-def test_sync_module_states_refuses_models_that_do_not_fit(world2: World) -> None:
-    first, second = world2.run(unlike_models)
-    assert first == second
-    assert (
-        "sync_module_states=True: rank 1 has 2 tensors to shard and the first rank 2; they differ at"
-        in first[0]
-    )
-    assert "weight is on the meta device on the first rank of the mesh, which is to send it" in first[1]
+    told = [refusal(fully_shard, m, sync_module_states=True) for m in (narrow, empty)]
+    assert "rank 1 has 2 tensors to shard and the first rank 2; they differ at" in told[0]
+    assert "weight is on the meta device on the first rank of the mesh, which is to send it" in told[1]

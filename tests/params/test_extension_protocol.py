@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from harness import World
 from models import WIDTH, random_batch
+from on_ranks import on_ranks
 from reference import full, mean_of_squares
-from scenario import Side, assert_same, same_as_plain
+from scenario import Side, same_as_plain
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -209,31 +210,24 @@ def test_a_result_of_another_shape_is_refused(world2: World) -> None:
 # --- values that come late ------------------------------------------------------------------------
 
 
-def materialized(side: Side) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("how", ["materialize", "to_empty and load_state_dict"])
+def test_weights_that_all_gather_themselves_may_begin_on_the_meta_device(side: Side, how: str) -> None:
     model = model_of(side, Padded, 5, "meta")
     side.shard(model[2], model)
-    torch.manual_seed(3)
-    if side.is_sharded:
+    if how != "materialize":
+        source = side.shard(model_of(side, Padded, 5))
+        model.to_empty(device="cpu")
+        model.load_state_dict(source.state_dict())
+    elif side.is_sharded:
+        torch.manual_seed(3)
         materialize(model)
     else:
         model.to_empty(device="cpu")
+        torch.manual_seed(3)
         for layer in (model[0], model[2], model[3]):
             layer.reset_parameters()
     train(side, model)
-
-
-def emptied_and_loaded(side: Side) -> None:
-    model = model_of(side, Padded, 5, "meta")
-    side.shard(model[2], model)
-    source = side.shard(model_of(side, Padded, 5))
-    model.to_empty(device="cpu")
-    model.load_state_dict(source.state_dict())
-    train(side, model)
-
-
-@pytest.mark.parametrize("begin", [materialized, emptied_and_loaded])
-def test_weights_that_all_gather_themselves_may_begin_on_the_meta_device(world2: World, begin: Any) -> None:
-    assert_same(world2, begin)
 
 
 # --- methods of single tensors --------------------------------------------------------------------
@@ -337,7 +331,8 @@ class BesideAnOrdinaryOne(nn.Module):
         return self.plain(torch.tanh(self.low(x)).to(self.plain.weight.dtype))
 
 
-def cast_while_gradients_wait() -> list[Tensor]:
+@on_ranks(2)
+def test_gradients_wait_while_a_neighbour_is_cast() -> None:
     model, reference = BesideAnOrdinaryOne(True), BesideAnOrdinaryOne(False)
     fully_shard(model)
     model.set_requires_gradient_sync(False)
@@ -347,12 +342,4 @@ def cast_while_gradients_wait() -> list[Tensor]:
     model.set_requires_gradient_sync(True)
     for each in (model, reference):
         each(torch.ones(4, 8)).square().sum().backward()
-    grad = model.plain.bias.grad
-    assert grad is not None
-    assert reference.plain.bias.grad is not None
-    return [full(grad), reference.plain.bias.grad]
-
-
-def test_gradients_wait_while_a_neighbour_is_cast(world2: World) -> None:
-    for found, expected in world2.run(cast_while_gradients_wait):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(full(model.plain.bias.grad), reference.plain.bias.grad, rtol=1e-2, atol=1e-2)

@@ -14,8 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World
 from models import WIDTH, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from tensor_subclasses import Journal, KnowsAll, RowScaled, Stack, TravelsLow, Wrapper, same_memory
@@ -24,11 +26,9 @@ from torch import Tensor, nn
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm import buffers
 
-any_world = pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
 any_rows = pytest.mark.parametrize(
     "rows", [8, 5], ids=["even", "uneven"]
 )  # 5 rows leave the last of 4 ranks none
-any_reshard = pytest.mark.parametrize("reshard", [True, False])
 
 
 def stack(side: Side, kind: type[Wrapper], rows: int) -> nn.Module:
@@ -90,88 +90,72 @@ def check_journal(side: Side, rows: int) -> None:
     assert [entry["again"] for entry in post].count(False) == 2, "each weight is made once"
 
 
-@pytest.mark.thin(12)
-@any_reshard
-@any_rows
-@any_world
-def test_frozen_bytes_and_scales_are_all_gathered_together(world: World, rows: int, reshard: bool) -> None:
-    assert_same(world, train, RowScaled, rows, reshard)
+class UnflattensFromThree(TravelsLow):
+    """As in torch's own tests of the protocol; torch calls it with four."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
+        return cls(*(tensors[name] for name in cls.inner))
 
 
-@pytest.mark.thin(6)
-@any_reshard
+TRAINED: dict[str, type[Wrapper]] = {
+    "frozen bytes and scales": RowScaled,
+    "low precision, trained in full": TravelsLow,
+    "all that surrounds it": KnowsAll,
+    "unflattened from three arguments": UnflattensFromThree,
+}
+
+
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("kind", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("reshard", [True, False])
 @any_rows
-@any_world
-def test_a_weight_that_travels_in_low_precision_is_trained_in_full(
-    world: World, rows: int, reshard: bool
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+def test_weights_that_all_gather_themselves_are_trained(
+    world: World, rows: int, reshard: bool, kind: type[Wrapper]
 ) -> None:
-    assert_same(world, train, TravelsLow, rows, reshard)
+    assert_same(world, train, kind, rows, reshard)
 
 
-@pytest.mark.thin(12)
-@any_reshard
+@on_ranks(2)
 @any_rows
-@any_world
-def test_a_weight_that_knows_its_surroundings_is_trained(world: World, rows: int, reshard: bool) -> None:
-    assert_same(world, train, KnowsAll, rows, reshard)
-
-
-def what_it_knows(rows: int) -> tuple[list[Any], list[Any], str]:
+def test_the_long_protocol_is_told_size_module_and_policy(rows: int) -> None:
     Journal.entries.clear()
     torch.manual_seed(1)
     model: Any = Stack(KnowsAll, rows, True)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     shard_tower(model, mp_policy=policy)
     mean_of_squares(model, random_batch(0, 4).float()).backward()
-    grad = model.blocks[0][0].weight.grad.to_local()
-    facts = [(e["outer"], e["module"], e["policy"]) for e in Journal.of("pre")]
-    return facts, [e["dtype"] for e in Journal.of("post")], f"{grad.dtype} {tuple(grad.shape)}"
+    grad, chunk = model.blocks[0][0].weight.grad.to_local(), -(-rows // 2)
+    before = Journal.of("pre")
+    assert {entry["outer"] for entry in before} == {((rows, WIDTH), (WIDTH, 1))}
+    assert {entry["module"] for entry in before} == {("Layer", "layer 0"), ("Layer", "layer 1")}
+    assert {entry["policy"] for entry in before} == {(torch.float32, torch.float64)}
+    assert {entry["dtype"] for entry in Journal.of("post")} == {torch.float32}
+    assert grad.dtype == torch.float64
+    assert grad.shape == ((chunk, rows - chunk)[dist.get_rank()], WIDTH)
 
 
-@any_rows
-def test_the_long_protocol_is_told_size_module_and_policy(world2: World, rows: int) -> None:
-    for rank, (facts, dtypes, grad) in enumerate(world2.run(what_it_knows, rows)):
-        policy = (torch.float32, torch.float64)
-        assert {fact[0] for fact in facts} == {((rows, WIDTH), (WIDTH, 1))}
-        assert {fact[1] for fact in facts} == {("Layer", "layer 0"), ("Layer", "layer 1")}
-        assert {fact[2] for fact in facts} == {policy}
-        assert set(dtypes) == {torch.float32}
-        chunk = -(-rows // 2)
-        assert grad == f"torch.float64 ({(chunk, rows - chunk)[rank]}, {WIDTH})"
-
-
-def memory_between_passes(kind: type[Wrapper], rows: int) -> tuple[list[int], int]:
-    """Bytes of the all-gathered tensors inside of the full weights, in forward and after backward."""
-    Journal.entries.clear()
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
+def test_what_was_all_gathered_for_a_special_weight_is_freed(kind: type[Wrapper]) -> None:
+    """The all-gathered tensors inside of the full weights have memory in forward, and none after backward."""
     torch.manual_seed(1)
-    model: Any = Stack(kind, rows, True)
+    model: Any = Stack(kind, 512, True)
     seen: list[Tensor] = []
-    sizes: list[int] = []
 
     def look(module: nn.Module, args: Any) -> None:
         seen.extend(module.weight.parts)
-        sizes.extend(part.untyped_storage().nbytes() for part in module.weight.parts)
+        assert all(part.untyped_storage().nbytes() > 0 for part in module.weight.parts)
 
     for block in model.blocks:
         block[0].register_forward_pre_hook(look)
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model)
-    for step in range(2):
-        mean_of_squares(model, random_batch(step, 4)).backward()
-    return sizes, sum(part.untyped_storage().nbytes() for part in seen)
-
-
-@pytest.mark.parametrize("kind", [RowScaled, TravelsLow])
-def test_what_was_all_gathered_for_a_special_weight_is_freed(world2: World, kind: type[Wrapper]) -> None:
-    with_memory = world2.run(memory_between_passes_as_if_large, kind, 512)
-    for sizes, left in with_memory:
-        assert all(size > 0 for size in sizes)
-        assert left == 0
-
-
-def memory_between_passes_as_if_large(kind: type[Wrapper], rows: int) -> tuple[list[int], int]:
+    shard_tower(model, reshard_after_forward=True)
     with mock.patch.object(buffers, "KEPT_ON_HOST_BYTES", 0):  # small buffers may be kept otherwise
-        return memory_between_passes(kind, rows)
+        for step in range(2):
+            mean_of_squares(model, random_batch(step, 4)).backward()
+    assert seen
+    assert all(part.untyped_storage().nbytes() == 0 for part in seen)
 
 
 # --- a state dict, a copy and a change of dtype ---------------------------------------------------
@@ -281,33 +265,17 @@ class IsCutElsewhere(RowScaled):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class UnflattensFromThree(TravelsLow):
-    """As in torch's own tests of the protocol; torch calls it with four."""
-
-    @classmethod
-    def __tensor_unflatten__(cls, tensors: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
-        return cls(*(tensors[name] for name in cls.inner))
-
-
-@any_world
-def test_a_weight_that_unflattens_from_three_arguments_is_trained(world: World) -> None:
-    assert_same(world, train, UnflattensFromThree, 5, True)
-
-
-def shard_of_quantised() -> bool:
+@on_ranks(2)
+def test_shards_have_the_very_bytes_of_a_quantised_weight() -> None:
+    """torchao's NF4Tensor quantises anew when it is cloned, with other blocks."""
     model = nn.Sequential(nn.Linear(4, 6, bias=False))
     whole = QuantisesAnewWhenCloned.of(torch.arange(1.0, 25.0).view(6, 4))
     model[0].weight = nn.Parameter(whole, requires_grad=False)
     fully_shard(model)
     local: Any = model[0].weight.to_local()
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     assert not same_memory(local._bytes, whole._bytes)
-    return torch.equal(local._bytes, whole._bytes[3 * rank : 3 * rank + 3])
-
-
-def test_shards_have_the_very_bytes_of_a_quantised_weight(world2: World) -> None:
-    """torchao's NF4Tensor quantises anew when it is cloned, with other blocks."""
-    assert world2.run(shard_of_quantised) == [True, True]
+    assert torch.equal(local._bytes, whole._bytes[3 * rank : 3 * rank + 3])
 
 
 @pytest.mark.parametrize(
@@ -331,17 +299,13 @@ def all_gather_no_tensor(self: Any, mesh: Any) -> Any:
     return ([1, 2],), None
 
 
-def error_of_unsharding(gather: Callable[..., Any]) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("gather", [all_gather_nothing, all_gather_no_tensor])
+def test_what_cannot_be_all_gathered_is_an_error_with_the_parameter(gather: Callable[..., Any]) -> None:
     torch.manual_seed(1)
     model: Any = Stack(type("Strange", (TravelsLow,), {"fsdp_pre_all_gather": gather}), 8, True)
     shard_tower(model)
     with pytest.raises((TypeError, ValueError)) as caught:
         model(random_batch(0, 4))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("gather", [all_gather_nothing, all_gather_no_tensor])
-def test_what_cannot_be_all_gathered_is_an_error_with_the_parameter(world2: World, gather: Any) -> None:
-    for text in world2.run(error_of_unsharding, gather):
-        for word in ("0.weight", "fsdp_pre_all_gather"):
-            assert word in text
+    for word in ("0.weight", "fsdp_pre_all_gather"):
+        assert word in str(caught.value)

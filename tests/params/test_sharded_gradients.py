@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
 from models import built, even_tower, random_batch, shard_tower, uneven_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard
 from shardwise.buckets.sharded_gradients import ShardedGradients
 from shardwise.optim import FlatOptimizer
-
-by_world = pytest.mark.parametrize("world", [1, 2], indirect=True)
 
 
 def sharded(make: Callable[[], nn.Module] = even_tower, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -80,7 +78,11 @@ def numbers_of(kept: Any) -> list[float]:
     return torch.as_tensor(kept).flatten().tolist()
 
 
-def keep_over_steps(what: str, when: str) -> None:
+@on_ranks(1, 2)
+@pytest.mark.thin(15)
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@pytest.mark.parametrize("what", KEPT)
+def test_what_was_kept_of_a_gradient_stays_as_it_was(what: str, when: str) -> None:
     plain, model = sharded()
     backward(model, 0)
     kept = [KEPT[what](gradient) for gradient in gradients(model)]
@@ -97,14 +99,6 @@ def keep_over_steps(what: str, when: str) -> None:
         assert list(map(numbers_of, kept)) == then
 
 
-@pytest.mark.thin(15)
-@pytest.mark.parametrize("when", ["before forward", "before backward"])
-@pytest.mark.parametrize("what", KEPT)
-@by_world
-def test_what_was_kept_of_a_gradient_stays_as_it_was(world: World, what: str, when: str) -> None:
-    world.run(keep_over_steps, what, when)
-
-
 def mark(gradient: Tensor) -> None:
     gradient.mark = True  # type: ignore[attr-defined]
 
@@ -116,7 +110,9 @@ MARKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], bool]]] = {
 }
 
 
-def mark_a_gradient(what: str) -> list[bool]:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("what", MARKS)
+def test_what_was_noted_on_a_gradient_is_not_on_the_next(what: str) -> None:
     _, model = sharded()
     put, is_there = MARKS[what]
     seen = []
@@ -125,16 +121,11 @@ def mark_a_gradient(what: str) -> list[bool]:
         backward(model, step)
         seen.append(is_there(model.outlet.weight.grad))
         put(model.outlet.weight.grad)
-    return seen
+    assert seen == [False, False, False]
 
 
-@pytest.mark.parametrize("what", MARKS)
-@by_world
-def test_what_was_noted_on_a_gradient_is_not_on_the_next(world: World, what: str) -> None:
-    assert world.run(mark_a_gradient, what)[0] == [False, False, False]
-
-
-def keep_what_a_hook_sees() -> None:
+@on_ranks(2)
+def test_memory_that_a_hook_has_kept_stays_as_it_was() -> None:
     torch.manual_seed(7)
     model = fully_shard(
         nn.Linear(8, 8).double(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
@@ -149,13 +140,14 @@ def keep_what_a_hook_sees() -> None:
     assert kept[0].tolist() == then
 
 
-def test_memory_that_a_hook_has_kept_stays_as_it_was(world2: World) -> None:
-    world2.run(keep_what_a_hook_sees)
-
-
-def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> bool:
+@on_ranks(1, 2)
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
+def test_backwards_without_clearing_add_up(
+    make: Callable[[], nn.Module], width: int, keeps_zeros: bool
+) -> None:
     plain, model = sharded(make)
-    is_same = []
     for step in range(3):
         for each in (plain, model):
             each.zero_grad(set_to_none=not keeps_zeros)
@@ -164,19 +156,13 @@ def accumulate(make: Callable[[], nn.Module], width: int, keeps_zeros: bool) -> 
         for each in (plain, model):
             backward(each, 2 * step + 1, width)
         assert_equal_gradients(model, plain)
-        is_same.append(first == list(map(id, gradients(model))))
-    return all(is_same)
+        assert first == list(map(id, gradients(model)))
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("keeps_zeros", [False, True])
-@pytest.mark.parametrize(("make", "width"), [(even_tower, 8), (uneven_tower, 7)])
-@by_world
-def test_backwards_without_clearing_add_up(world: World, make: Any, width: int, keeps_zeros: bool) -> None:
-    assert all(world.run(accumulate, make, width, keeps_zeros))
-
-
-def replace_a_gradient(what: str) -> None:
+@on_ranks(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("what", ["another", "none"])
+def test_gradients_that_were_replaced_are_clipped_and_added_to(what: str) -> None:
     plain, model = sharded()
     for step in range(3):
         for each in (plain, model):
@@ -196,14 +182,10 @@ def plain_clip(model: nn.Module, limit: float) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
+@on_ranks(1, 2)
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("what", ["another", "none"])
-@by_world
-def test_gradients_that_were_replaced_are_clipped_and_added_to(world: World, what: str) -> None:
-    world.run(replace_a_gradient, what)
-
-
-def freeze_after_forward(name: str) -> None:
+@pytest.mark.parametrize("name", ["blocks.1.up.weight", "outlet.bias"])
+def test_what_was_frozen_after_forward_gets_no_gradient(name: str) -> None:
     plain, model = sharded()
     for step in range(3):
         for each in (plain, model):
@@ -214,32 +196,22 @@ def freeze_after_forward(name: str) -> None:
         assert_equal_gradients(model, plain)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("name", ["blocks.1.up.weight", "outlet.bias"])
-@by_world
-def test_what_was_frozen_after_forward_gets_no_gradient(world: World, name: str) -> None:
-    world.run(freeze_after_forward, name)
-
-
-def objects_after_clearing(width: int) -> list[bool]:
-    """Whether a gradient and its local tensor live on."""
+@on_ranks(1, 2)
+@pytest.mark.parametrize("width", [32, 512])
+def test_clearing_frees_gradients_at_once(width: int) -> None:
+    """And their local tensors."""
     model = fully_shard(nn.Linear(width, width, bias=False))
     model(torch.ones(2, width)).sum().backward()
     gradient = model.weight.grad
     refs = [weakref.ref(gradient), weakref.ref(gradient._local_tensor)]
     del gradient
     model.zero_grad()
-    return [ref() is not None for ref in refs]
+    assert [ref() for ref in refs] == [None, None]
 
 
+@on_ranks(1, 2)
 @pytest.mark.parametrize("width", [32, 512])
-@by_world
-def test_clearing_frees_gradients_at_once(world: World, width: int) -> None:
-    for live_on in world.run(objects_after_clearing, width):
-        assert live_on == [False, False]
-
-
-def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
+def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_are(width: int) -> None:
     model = fully_shard(nn.Linear(width, width, bias=False).double())
     model(random_batch(0, 4, width)).pow(2).sum().backward()
     (sharded_gradients,) = sharded_gradients_of(model)
@@ -247,19 +219,13 @@ def clip_as_one(width: int) -> tuple[bool, Tensor, float]:
     norm = model.weight.grad.full_tensor().norm()
     total = clip_grad_norm_(model, 0.5)
     torch.testing.assert_close(total, norm, rtol=0, atol=1e-10)
-    return whole is not None, total, model.weight.grad.full_tensor().norm().item()
+    assert whole is not None
+    assert total > 0.5
+    assert model.weight.grad.full_tensor().norm().item() == pytest.approx(0.5, abs=1e-5)
 
 
-@pytest.mark.parametrize("width", [32, 512])
-@by_world
-def test_small_and_large_gradients_are_clipped_as_the_one_tensor_they_are(world: World, width: int) -> None:
-    for is_one, total, after in world.run(clip_as_one, width):
-        assert is_one
-        assert total > 0.5
-        assert after == pytest.approx(0.5, abs=1e-5)
-
-
-def fail_in_backward() -> None:
+@on_ranks(1, 2)
+def test_gradients_are_right_after_a_backward_that_failed() -> None:
     plain, model = sharded()
 
     def fail(_: Tensor) -> None:
@@ -278,12 +244,10 @@ def fail_in_backward() -> None:
         assert_equal_gradients(model, plain)
 
 
-@by_world
-def test_gradients_are_right_after_a_backward_that_failed(world: World) -> None:
-    world.run(fail_in_backward)
-
-
-def give_other_memory(name: str) -> None:
+@on_ranks(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
+def test_gradients_that_were_given_other_memory_count_with_that(name: str) -> None:
     """A gradient is given other contents through ``.data`` of its local tensor."""
     plain, model = sharded()
     optimizers = [
@@ -307,13 +271,6 @@ def give_other_memory(name: str) -> None:
             torch.testing.assert_close(own.full_tensor(), param, rtol=0, atol=1e-12)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
-@by_world
-def test_gradients_that_were_given_other_memory_count_with_that(world: World, name: str) -> None:
-    world.run(give_other_memory, name)
-
-
 class OnTwoMeshes(nn.Module):
     """A parameter on one mesh of tensor parallelism, and one on another."""
 
@@ -327,17 +284,14 @@ class OnTwoMeshes(nn.Module):
         return self.a.to_local().pow(2).sum() + self.b.to_local().pow(2).sum()
 
 
-def clip_on_two_meshes() -> tuple[float, float]:
+@on_ranks(4)
+def test_parameters_on_several_meshes_are_measured_on_their_own() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
     model = fully_shard(OnTwoMeshes(mesh), mesh=mesh["dp"])
     model().backward()
     fulls = [gradient.full_tensor().flatten() for gradient in gradients(model)]
-    return clip_grad_norm_(model, 1.0).item(), torch.cat(fulls).norm().item()
-
-
-def test_parameters_on_several_meshes_are_measured_on_their_own(world4: World) -> None:
-    for total, expected in world4.run(clip_on_two_meshes):
-        assert total == pytest.approx(expected, abs=1e-9)
+    norm = torch.cat(fulls).norm().item()
+    assert clip_grad_norm_(model, 1.0).item() == pytest.approx(norm, abs=1e-9)
 
 
 class Reticent(nn.Sequential):
@@ -362,7 +316,8 @@ def test_models_with_scripted_modules_are_clipped() -> None:
     assert clip_grad_norm_(model, 100.0).item() == pytest.approx(expected.item())
 
 
-def drop_while_unsharding() -> None:
+@on_ranks(2, timeout=30)
+def test_a_model_may_die_while_it_is_unsharded() -> None:
     _, model = sharded()
     if dist.get_rank() == 0:
         model.unshard(async_op=True)
@@ -379,12 +334,10 @@ def drop_while_unsharding() -> None:
     assert_equal_gradients(model, plain)
 
 
-def test_a_model_may_die_while_it_is_unsharded(world2: World) -> None:
-    world2.run(drop_while_unsharding, timeout=30)
-
-
-def modules_that_live_on(last: str) -> list[bool]:
-    """Whether a model and its blocks survive ``del model``, while an optimizer over their shards is there."""
+@on_ranks(1, 2)
+@pytest.mark.parametrize("last", ["forward", "backward"])
+def test_a_model_that_nobody_has_any_more_dies(last: str) -> None:
+    """And its blocks, while an optimizer over their shards is there."""
     _, model = sharded()
     optimizer = FlatOptimizer(torch.optim.AdamW(model.parameters()))
     for step in range(3):
@@ -395,10 +348,4 @@ def modules_that_live_on(last: str) -> list[bool]:
     refs = [weakref.ref(module) for module in (model, *model.blocks)]
     del model
     gc.collect()
-    return [ref() is not None for ref in refs]
-
-
-@pytest.mark.parametrize("last", ["forward", "backward"])
-@by_world
-def test_a_model_that_nobody_has_any_more_dies(world: World, last: str) -> None:
-    assert all(result == [False] * 4 for result in world.run(modules_that_live_on, last))
+    assert [ref() for ref in refs] == [None] * 4

@@ -20,7 +20,6 @@ from shardwise import (
     unsharded,
 )
 from shardwise.init import sync_module_states
-from shardwise.optim import grad_norms_by_module
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict
 
 
@@ -109,9 +108,7 @@ def in_vain(name: str) -> str:
     bad = dist.get_rank() == 1
     given = None if bad else model
     calls: dict[str, Callable[[], Any]] = {
-        "clip": lambda: clip_grad_norm_(model, -1.0 if bad else 1.0),
         "clip parameters": lambda: clip_grad_norm_(model.parameters(), 1.0, "two" if bad else 2.0),
-        "norms": lambda: grad_norms_by_module(model, norm_type=0 if bad else 2),
         "full_state_dict": lambda: full_state_dict(given),
         "unsharded": lambda: enter(unsharded(given)),
     }

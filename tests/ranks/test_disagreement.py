@@ -8,8 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,34 @@ class Forks(nn.Module):
         return self.blocks[way](x)
 
 
-def forked(way_of_rank: list[int]) -> str:
+def impatient_mesh() -> DeviceMesh:
     pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    mesh = DeviceMesh.from_group(pg, "cpu")
-    model = Forks()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1.0)
-    shard_tower(model, mesh=mesh)
+    return DeviceMesh.from_group(pg, "cpu")
+
+
+def told(act: Callable[[], None]) -> str:
     try:
-        model(torch.ones(2, 4), way_of_rank[dist.get_rank()]).sum().backward()
+        act()
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> None:
-    for text in world2.run(forked, [0, 1]):
+def forked(ways_of_rank: list[list[int]]) -> str:
+    """Each rank makes steps through these blocks."""
+    torch.manual_seed(0)
+    model = shard_tower(Forks(), mesh=impatient_mesh())
+
+    def train() -> None:
+        for way in ways_of_rank[dist.get_rank()]:
+            model(torch.ones(2, 4), way).sum().backward()
+
+    return told(train)
+
+
+def test_ranks_that_disagree_on_blocks_are_told_ranks_and_blocks_and_others_train(world2: World) -> None:
+    assert world2.run(forked, [[1], [1]]) == ["no error"] * 2
+    for text in world2.run(forked, [[0], [1]]):
         assert (
             "rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); "
             "rank 1 waiting for the all-gather of 'blocks.1' (step 1, forward)"
@@ -63,42 +74,22 @@ def test_without_the_opt_in_the_error_names_ranks_and_blocks(world2: World) -> N
         assert "set_may_be_unused()" in text
 
 
-def test_ranks_that_agree_train(world2: World) -> None:
-    assert_expected_inline(str(world2.run(forked, [1, 1])), """['no error', 'no error']""")
-
-
-@contextmanager
-def told_to_sync(model: Any, is_last: bool) -> Iterator[None]:
-    model.set_requires_gradient_sync(is_last)
-    yield
-
-
-@contextmanager
-def in_no_sync(model: Any, is_last: bool) -> Iterator[None]:
-    with nullcontext() if is_last else no_sync(model):
-        yield
-
-
-def uneven_accumulation(settings: Callable[[Any, bool], Any]) -> str:
+def uneven_accumulation() -> str:
     """Rank 0 accumulates three microbatches, and rank 1 two."""
-    pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(pg, "cpu"))
+    model = fully_shard(nn.Linear(4, 4), mesh=impatient_mesh())
     count = [3, 2][dist.get_rank()]
-    try:
+
+    def accumulate() -> None:
         for microbatch in range(count):
-            with settings(model, microbatch == count - 1):
+            with nullcontext() if microbatch == count - 1 else no_sync(model):
                 model(torch.ones(2, 4)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+
+    return told(accumulate)
 
 
-@pytest.mark.parametrize("settings", [told_to_sync, in_no_sync])
-def test_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(
-    world2: World, settings: Callable[[Any, bool], Any]
-) -> None:
-    for text in world2.run(uneven_accumulation, settings):
+def test_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(world2: World) -> None:
+    for text in world2.run(uneven_accumulation):
         assert re.search(
             r"rank 0 waiting for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waiting for the reduction of "
             r"'Linear' \(step \d+, backward\)",
@@ -126,15 +117,7 @@ dist.destroy_process_group()
 @pytest.mark.processes
 def test_a_rank_that_saves_alone_is_told_that_the_other_has_come_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAVED_BY_ONE)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    ]
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 train.py".split()
     paths = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=120
@@ -147,21 +130,8 @@ def test_a_rank_that_saves_alone_is_told_that_the_other_has_come_to_its_end(tmp_
     )
 
 
-def uneven_microbatches(steps_of_rank: list[int]) -> str:
-    pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    mesh = DeviceMesh.from_group(pg, "cpu")
-    model = Forks()
-    shard_tower(model, mesh=mesh)
-    try:
-        for _ in range(steps_of_rank[dist.get_rank()]):
-            model(torch.ones(2, 4), 0).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def test_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) -> None:
-    more, done = world2.run(uneven_microbatches, [2, 1])
+    more, done = world2.run(forked, [[0, 0], [0]])
     assert re.search(
         r"rank 0 waiting for the all-gather of 'blocks.0' \(step \d+, forward\); rank 1 in no call of "
         r"shardwise. .* Usual cause: numbers of microbatches or steps that differ by rank",

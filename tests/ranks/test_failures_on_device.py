@@ -1,5 +1,6 @@
 """Failures on a device, where only a stream waits: two monitors in one process, and checks made by hand."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +21,21 @@ class Queue:
     last_event = SimpleNamespace(query=lambda: False)
 
 
+@dataclass
+class Pair:
+    """The monitors of two ranks, and how often communicators are aborted."""
+
+    first: FailureMonitor
+    second: FailureMonitor
+    aborted: list[str]
+
+
 @pytest.fixture
-def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often communicators are aborted."""
-    aborts: list[str] = []
-    monkeypatch.setattr(failures.c10d, "end_waits", lambda pg: aborts.append("aborted"))
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    store, aborted = dist.HashStore(), []
+    monkeypatch.setattr(failures.c10d, "end_waits", lambda pg: aborted.append("aborted"))
     monkeypatch.setattr(Wait, "ranks", [0, 1])
-    return aborts
-
-
-@pytest.fixture
-def monitors() -> tuple[FailureMonitor, FailureMonitor]:
-    store = dist.HashStore()
-    return FailureMonitor(store, 0), FailureMonitor(store, 1)
+    return Pair(FailureMonitor(store, 0), FailureMonitor(store, 1), aborted)
 
 
 def queue(monitor: FailureMonitor, count: int = 1) -> Wait:
@@ -47,16 +50,14 @@ def look(monitor: FailureMonitor, times: int = PATIENCE_LOOKS + 2) -> None:
         monitor.look()
 
 
-def test_the_device_is_freed_and_the_error_is_raised_at_the_next_call(
-    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
-) -> None:
-    first, second = monitors
+def test_the_device_is_freed_and_the_error_is_raised_at_the_next_call(pair: Pair) -> None:
+    first, second = pair.first, pair.second
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
     look(first, PATIENCE_LOOKS + 1)
-    assert aborted == []  # the failed rank may be about to continue
+    assert pair.aborted == []  # the failed rank may be about to continue
     look(first, 1)
-    assert aborted == ["aborted"]
+    assert pair.aborted == ["aborted"]
     with pytest.raises(CommunicationError) as caught:
         first.begin()
     assert_expected_inline(
@@ -67,47 +68,39 @@ This rank waited for what rank 1 has not sent any more. The traceback is in the 
     )
     first.begin()  # once
     look(first)
-    assert aborted == ["aborted"]
+    assert pair.aborted == ["aborted"]
     del waits
 
 
-def test_a_rank_that_continues_in_time_ends_nothing(
-    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
-) -> None:
-    first, second = monitors
+def test_a_rank_that_continues_in_time_ends_nothing(pair: Pair) -> None:
+    first, second = pair.first, pair.second
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "the forward of 'GPT'")
     look(first, PATIENCE_LOOKS + 1)
     second.begin()
     look(first)
     first.begin()
-    assert aborted == []
+    assert pair.aborted == []
     del waits
 
 
-def test_a_rank_that_has_issued_all_that_is_waited_for_ends_nothing(
-    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
-) -> None:
-    first, second = monitors
+def test_a_rank_that_has_issued_all_that_is_waited_for_ends_nothing(pair: Pair) -> None:
+    first, second = pair.first, pair.second
     waits = queue(first, 2), queue(second, 2)
     second.report(ValueError("batch 7 has no labels"), "its program")
     look(first)
-    assert aborted == []
+    assert pair.aborted == []
     del waits
 
 
-def test_a_model_that_is_gone_waits_for_nothing(
-    monitors: tuple[FailureMonitor, FailureMonitor], aborted: list[str]
-) -> None:
-    first, second = monitors
+def test_a_model_that_is_gone_waits_for_nothing(pair: Pair) -> None:
+    first, second = pair.first, pair.second
     waits = queue(first, 2), queue(second)
     second.report(ValueError("batch 7 has no labels"), "its program")
     del waits
     look(first)
-    assert aborted == []
+    assert pair.aborted == []
 
 
-def test_attributes_are_few_enough_for_python_to_find_them_fast(
-    monitors: tuple[FailureMonitor, FailureMonitor],
-) -> None:
-    assert len(vars(monitors[0])) < 30  # dictionaries of more do not share their keys
+def test_attributes_are_few_enough_for_python_to_find_them_fast(pair: Pair) -> None:
+    assert len(vars(pair.first)) < 30  # dictionaries of more do not share their keys

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
 from models import Tower, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from refusals import wrapped
 from towers import backward
 
@@ -36,32 +37,9 @@ def frozen() -> Any:
     return model
 
 
-def of_another_width() -> Any:
-    return shard_tower(tower(hidden=24 if is_other() else 16))
-
-
-def wrapped_otherwise() -> Any:
-    return fully_shard(tower()) if is_other() else shard_tower(tower())
-
-
-def of_another_strategy() -> Any:
-    return shard_model(tower(), strategy="ddp" if is_other() else "zero3")
-
-
-def zero1_and_zero2() -> Any:
-    return shard_model(tower(), strategy="zero1" if is_other() else "zero2")
-
-
-def of_another_dtype() -> Any:
-    return shard_tower(tower().float() if is_other() else tower())
-
-
-def of_another_precision() -> Any:
-    return shard_tower(tower(), mp_policy=MixedPrecisionPolicy(torch.bfloat16 if is_other() else None))
-
-
-def sent_otherwise() -> Any:
-    return shard_tower(tower(), comm_policy=CommPolicy(prefetch=2 if is_other() else 1))
+def pick(usual: Any, other: Any) -> Any:
+    """The other one on rank 1."""
+    return other if is_other() else usual
 
 
 def kept_otherwise() -> Any:
@@ -73,7 +51,7 @@ def kept_otherwise() -> Any:
 
 def reduced_otherwise() -> Any:
     model = shard_tower(tower())
-    register_comm_hook(model, None, LowPrecisionReduction(torch.float16 if is_other() else torch.bfloat16))
+    register_comm_hook(model, None, LowPrecisionReduction(pick(torch.bfloat16, torch.float16)))
     return model
 
 
@@ -85,8 +63,17 @@ def deeper() -> Any:
 
 
 UNLIKE: tuple[Callable[[], Any], ...] = (
-    *(frozen, of_another_width, wrapped_otherwise, of_another_strategy, zero1_and_zero2, of_another_dtype),
-    *(of_another_precision, sent_otherwise, kept_otherwise, reduced_otherwise, deeper),
+    frozen,
+    lambda: shard_tower(tower(hidden=pick(16, 24))),
+    lambda: pick(shard_tower, fully_shard)(tower()),
+    lambda: shard_model(tower(), strategy=pick("zero3", "ddp")),
+    lambda: shard_model(tower(), strategy=pick("zero2", "zero1")),
+    lambda: shard_tower(pick(tower(), tower().float())),
+    lambda: shard_tower(tower(), mp_policy=MixedPrecisionPolicy(pick(None, torch.bfloat16))),
+    lambda: shard_tower(tower(), comm_policy=CommPolicy(prefetch=pick(1, 2))),
+    kept_otherwise,
+    reduced_otherwise,
+    deeper,
 )
 
 
@@ -232,8 +219,9 @@ def test_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: A
         assert "configure the model alike on all ranks." in text
 
 
-def comparisons() -> list[int]:
-    """How often the store is asked: at first, and where plans change alike."""
+@on_ranks(2)
+def test_a_steady_step_compares_nothing_and_a_change_is_compared_once() -> None:
+    """The store is asked at first, and where plans change alike."""
     model = shard_tower(tower())
     found = []
     with mock.patch.object(plan_check, "compare", wraps=plan_check.compare) as made:
@@ -266,11 +254,7 @@ def comparisons() -> list[int]:
         backward(model)
         backward(model)
         note()
-    return found
-
-
-def test_a_steady_step_compares_nothing_and_a_change_is_compared_once(world2: World) -> None:
-    assert world2.run(comparisons) == [[0, 1, 1, 1, 0, 1]] * 2
+    assert found == [0, 1, 1, 1, 0, 1]
 
 
 def test_first_difference_names_ranks_with_and_without_a_fact() -> None:
@@ -291,15 +275,11 @@ def test_ranks_on_devices_that_nccl_cannot_use_are_named() -> None:
     assert wrong_device(bound) == f"rank 1 uses cuda:0, but its process group is bound to cuda:1{advice}"
 
 
-def uses_the_device_of_another_rank() -> str:
+@on_ranks(2)
+def test_all_ranks_hear_of_a_device_that_two_of_them_use() -> None:
     def own_device(_: Any) -> OwnDevice:
         return OwnDevice("cuda:0", "", "GPU-a")
 
     with mock.patch.object(plan_check.PlanCheck, "_own_device", own_device):
-        return refusal(lambda: backward(shard_tower(tower())))
-
-
-def test_all_ranks_hear_of_a_device_that_two_of_them_use(world2: World) -> None:
-    first, second = world2.run(uses_the_device_of_another_rank)
-    assert first == second
-    assert first.startswith("RuntimeError: ranks 0, 1 use the same device, cuda:0. With NCCL each rank")
+        text = refusal(lambda: backward(shard_tower(tower())))
+    assert text.startswith("RuntimeError: ranks 0, 1 use the same device, cuda:0. With NCCL each rank")

@@ -62,174 +62,169 @@ class Rank:
         self.activity.waiting = None
 
 
+class Pair:
+    """Two ranks, and what both of them log."""
+
+    def __init__(self, store: dist.Store, log: pytest.LogCaptureFixture) -> None:
+        self.first, self.second = Rank(0, store), Rank(1, store)
+        self.log = log
+
+    @property
+    def both(self) -> tuple[Rank, Rank]:
+        return self.first, self.second
+
+    @property
+    def messages(self) -> list[str]:
+        return self.log.messages
+
+    def pass_seconds(self, seconds: int, *ranks: Rank) -> None:
+        """For both ranks, if none are named."""
+        for _ in range(seconds):
+            for rank in ranks or self.both:
+                rank.activity.count_look()
+                rank.reporter.look()
+
+
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
+def pair(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Pair:
     monkeypatch.setattr("shardwise.torch_compat.interpreter.where_main_thread_is", lambda: "train.py:8 in f")
     monkeypatch.setattr(Wait, "ranks", [0, 1])
-    store = dist.HashStore()
-    return Rank(0, store), Rank(1, store)
+    return Pair(dist.HashStore(), caplog)
 
 
-def pass_seconds(ranks: tuple[Rank, ...], seconds: int) -> None:
-    for _ in range(seconds):
-        for rank in ranks:
-            rank.activity.count_look()
-            rank.reporter.look()
-
-
-def test_both_ranks_report_a_long_wait_once(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, _ = ranks
+def test_both_ranks_report_a_long_wait_once(pair: Pair) -> None:
+    first = pair.first
     first.activity.phase = "forward"
     with first.waiting():
-        pass_seconds(ranks, 30)
-        assert caplog.messages == []
-        pass_seconds(ranks, 4 * REPORT_S)
-    assert len(caplog.messages) == 2
-    assert len(set(caplog.messages)) == 1
-    assert {(record.name, record.levelno) for record in caplog.records} == {
+        pair.pass_seconds(30)
+        assert pair.messages == []
+        pair.pass_seconds(4 * REPORT_S)
+    assert len(pair.messages) == 2
+    assert len(set(pair.messages)) == 1
+    assert {(record.name, record.levelno) for record in pair.log.records} == {
         ("shardwise.ranks.watch", logging.WARNING)
     }
     assert_expected_inline(
-        caplog.messages[0],
+        pair.messages[0],
         """No progress for 30 s: rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); rank 1 not training yet, at train.py:8 in f""",
     )
 
 
-def test_the_next_wait_is_reported_anew(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_wait_is_reported_anew(pair: Pair) -> None:
     for _ in range(2):
-        with ranks[0].waiting():
-            pass_seconds(ranks, 2 * REPORT_S)
-    assert len(caplog.messages) == 4
+        with pair.first.waiting():
+            pair.pass_seconds(2 * REPORT_S)
+    assert len(pair.messages) == 4
 
 
-def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = ranks
+def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(pair: Pair) -> None:
+    first, second = pair.both
     first.activity.phase = "forward"
-    for rank in ranks:
+    for rank in pair.both:
         with rank.waiting():
-            pass_seconds(ranks, 1)
-    pass_seconds(ranks, 10 * REPORT_S)
+            pair.pass_seconds(1)
+    pair.pass_seconds(10 * REPORT_S)
     first.activity.phase = ""
     first.queue()
     second.queue()
-    for rank in ranks:
+    for rank in pair.both:
         rank.stream.events[-1].has_come = True
-    pass_seconds(ranks, 10 * REPORT_S)
-    assert caplog.messages == []
+    pair.pass_seconds(10 * REPORT_S)
+    assert pair.messages == []
 
 
-def test_a_wait_on_a_device_is_found_from_its_events(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = ranks
-    for rank in ranks:
+def test_a_wait_on_a_device_is_found_from_its_events(pair: Pair) -> None:
+    first, second = pair.both
+    for rank in pair.both:
         rank.activity.steps += 1
         rank.activity.phase = "backward"
         rank.queue()
         rank.stream.events[-1].has_come = True
     first.queue()
     second.activity.phase = ""
-    pass_seconds(ranks, 2 * REPORT_S)
+    pair.pass_seconds(2 * REPORT_S)
     assert_expected_inline(
-        caplog.messages[0],
+        pair.messages[0],
         """No progress for 30 s: rank 0 waiting for the all-gather of 'blocks.0' on the device (step 1, backward); rank 1 in no step since step 1, at train.py:8 in f""",
     )
-    assert len(caplog.messages) == 2
+    assert len(pair.messages) == 2
 
 
-def test_a_collective_that_was_left_out_is_named(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collective_that_was_left_out_is_named(pair: Pair) -> None:
     """The back end has matched what rank 1 did issue with something else."""
-    first, second = ranks
+    first, second = pair.both
     other = Wait("all-gather", "blocks.1", list)
     first.activity.note_wait(other)
-    for rank in ranks:
+    for rank in pair.both:
         rank.activity.phase = "forward"
     first.activity.issue(other)
     with second.waiting():
         pass
     with first.waiting():
-        pass_seconds(ranks, REPORT_S)
-    assert "rank 1 computing (step 1, forward)" in caplog.messages[0]
-    assert "rank 1 left out the all-gather of 'blocks.1', so that" in caplog.messages[0]
+        pair.pass_seconds(REPORT_S)
+    assert "rank 1 computing (step 1, forward)" in pair.messages[0]
+    assert "rank 1 left out the all-gather of 'blocks.1', so that" in pair.messages[0]
 
 
-def test_what_a_rank_has_issued_ahead_is_not_missed(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = ranks
+def test_what_a_rank_has_issued_ahead_is_not_missed(pair: Pair) -> None:
+    first, second = pair.both
     other = Wait("all-gather", "blocks.1", list)
     first.activity.note_wait(other)
     with second.waiting():
         pass
     with first.waiting():
         first.activity.issue(other)
-        pass_seconds(ranks, REPORT_S)
-    assert "left out" not in caplog.messages[0]
+        pair.pass_seconds(REPORT_S)
+    assert "left out" not in pair.messages[0]
 
 
-def test_a_device_that_completes_something_is_not_stuck(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_completes_something_is_not_stuck(pair: Pair) -> None:
     for _ in range(20):
-        ranks[0].queue()
-    for event in ranks[0].stream.events:
-        pass_seconds(ranks, 12)  # each takes long, and all together four minutes
+        pair.first.queue()
+    for event in pair.first.stream.events:
+        pair.pass_seconds(12)  # each takes long, and all together four minutes
         event.has_come = True
-    assert caplog.messages == []
+    assert pair.messages == []
 
 
-def test_a_back_end_that_blocks_when_it_is_given_a_collective(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = ranks
+def test_a_back_end_that_blocks_when_it_is_given_a_collective(pair: Pair) -> None:
+    first, second = pair.both
     with second.waiting():
         first.activity.issuing = first.wait  # as where communicators connect, and rank 1 connects another
-        pass_seconds(ranks, REPORT_S)
-    assert "ranks 0, 1 waiting for the all-gather of 'blocks.0'" in caplog.messages[0]
-    assert "all ranks have issued what is waited for" in caplog.messages[0]
+        pair.pass_seconds(REPORT_S)
+    assert "ranks 0, 1 waiting for the all-gather of 'blocks.0'" in pair.messages[0]
+    assert "all ranks have issued what is waited for" in pair.messages[0]
 
 
-def test_a_wait_that_ends_while_places_are_told_is_not_reported(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, _ = ranks
+def test_a_wait_that_ends_while_places_are_told_is_not_reported(pair: Pair) -> None:
+    first = pair.first
     with first.waiting():
-        pass_seconds((first,), 32)
-    pass_seconds(ranks, REPORT_S)
-    assert caplog.messages == []
+        pair.pass_seconds(32, first)
+    pair.pass_seconds(REPORT_S)
+    assert pair.messages == []
 
 
-def test_a_rank_that_does_not_answer_is_named(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    with ranks[0].waiting():
-        pass_seconds(ranks[:1], 2 * REPORT_S)
-    assert "rank 1 not answering" in caplog.messages[0]
+def test_a_rank_that_does_not_answer_is_named(pair: Pair) -> None:
+    with pair.first.waiting():
+        pair.pass_seconds(2 * REPORT_S, pair.first)
+    assert "rank 1 not answering" in pair.messages[0]
 
 
-def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = ranks
+def test_a_rank_that_asks_and_ends_leaves_others_able_to_ask(pair: Pair) -> None:
+    first, second = pair.both
     with first.waiting():
-        pass_seconds((first,), 31)  # it has asked, and is gone
+        pair.pass_seconds(31, first)  # it has asked, and is gone
     with second.waiting():
-        pass_seconds((second,), 4 * REPORT_S)
-    assert "rank 1 waiting for the all-gather of 'blocks.0'" in caplog.messages[0]
+        pair.pass_seconds(4 * REPORT_S, second)
+    assert "rank 1 waiting for the all-gather of 'blocks.0'" in pair.messages[0]
 
 
-def test_no_limit_is_no_report(ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture) -> None:
-    for rank in ranks:
+def test_no_limit_is_no_report(pair: Pair) -> None:
+    for rank in pair.both:
         rank.reporter.limit_s = None
-    with ranks[0].waiting():
-        pass_seconds(ranks, 2 * REPORT_S)
-    assert caplog.messages == []
+    with pair.first.waiting():
+        pair.pass_seconds(2 * REPORT_S)
+    assert pair.messages == []
 
 
 def test_the_limit_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""A test whose body runs on every rank, each of which asserts what it finds.
+
+    @on_ranks(1, 2)                          # in worlds of one rank and of two
+    @pytest.mark.parametrize("width", [32, 512])
+    def test_it(width):
+        model = fully_shard(...)
+        assert ...
+
+Bodies travel by name, as scenarios do (scenario.py).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Body = Callable[..., None]
+
+
+def on_ranks(*worlds: int, timeout: float = 60.0) -> Callable[[Body], Body]:
+    """Make a body a test, which runs on every rank of each of `worlds`; its parameters are those of the test."""
+    fixture = f"world{worlds[0]}" if len(worlds) == 1 else "world"
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            arguments.pop(fixture).run(run_body, test, arguments, timeout=timeout)
+
+        asked = [fixture, *inspect.signature(body).parameters]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        if len(worlds) > 1:
+            pytest.mark.parametrize("world", worlds, indirect=True)(test)
+        return test
+
+    return decorate
+
+
+def run_body(test: Body, arguments: dict[str, Any]) -> None:
+    inspect.unwrap(test)(**arguments)
