@@ -6,19 +6,12 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, built, shard_tower
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from towers import backward
 
-from shardwise import CommPolicy
 
-
-def tower(prefetch: int = 1, **options: object) -> nn.Module:
-    model = built(Tower, seed=0)
-    policy = CommPolicy(prefetch=prefetch)
-    return shard_tower(model, comm_policy=policy, **options)
-
-
-def events_of_steps(count: int, prefetch: int = 1, **options: object) -> list[str]:
-    model = tower(prefetch, **options)
+def events_of_steps(count: int) -> list[str]:
+    model = shard_tower(built(Tower, seed=0))
     for index in range(count - 1):
         backward(model, index)
     events = events_of(model)
@@ -84,80 +77,6 @@ reduced Tower
 free Tower
 free blocks.0""",
     )
-
-
-def test_groups_kept_after_forward_are_not_unsharded_again(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_steps, 2, reshard_after_forward=False))
-    assert_expected_inline(
-        log,
-        """\
-unshard Tower
-unshard blocks.0
-forward Tower
-unshard blocks.1
-forward blocks.0
-unshard blocks.2
-forward blocks.1
-forward blocks.2
-backward Tower
-backward blocks.2
-reduce blocks.2
-free blocks.2
-backward blocks.1
-reduce blocks.1
-reduced blocks.2
-free blocks.1
-backward blocks.0
-reduce blocks.0
-reduced blocks.1
-reduce Tower
-reduced blocks.0
-reduced Tower
-free Tower
-free blocks.0""",
-    )
-
-
-def test_without_prefetch_a_group_is_unsharded_when_it_is_entered(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_steps, 2, prefetch=0))
-    assert_expected_inline(
-        log[: log.index("backward blocks.1")],
-        """\
-unshard Tower
-forward Tower
-unshard blocks.0
-forward blocks.0
-free blocks.0
-unshard blocks.1
-forward blocks.1
-free blocks.1
-unshard blocks.2
-forward blocks.2
-backward Tower
-backward blocks.2
-reduce blocks.2
-free blocks.2
-unshard blocks.1
-""",
-    )
-
-
-def unsharded_at_once(log: list[str]) -> int:
-    """The largest number of blocks that were unsharded at the same time."""
-    present: set[str] = set()
-    most = 0
-    for event, name in (line.split(" ", 1) for line in log):
-        if event == "unshard":
-            present.add(name)
-        elif event == "free":
-            present.discard(name)
-        most = max(most, len({n for n in present if n.startswith("blocks")}))
-    return most
-
-
-def test_at_most_prefetch_plus_one_blocks_are_unsharded_at_once(world2: World) -> None:
-    counts = [unsharded_at_once(world2.run(events_of_steps, 3, prefetch=n)[0]) for n in (0, 1, 2)]
-    assert counts == [1, 2, 3]
 
 
 class Switching(nn.Module):
@@ -247,8 +166,6 @@ free Switching""",
 
 
 def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
-    from torch.utils.checkpoint import checkpoint
-
     model = built(Tower, depth=2, seed=0)
     shard_tower(model)
 

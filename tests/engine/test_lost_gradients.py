@@ -4,6 +4,7 @@ Every test runs one script plainly and sharded (scenario.py) in float64; only th
 differs, so all that the script notes agrees to 1e-10.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,16 +24,18 @@ from failure_models import (
     block,
 )
 from harness import World
-from models import built, even_tower, random_batch, uneven_tower
-from reference import adamw, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
+from models import built, even_tower, uneven_tower
+from reference import OptimizerByName, adamw, mean_of_squares
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise import CommPolicy
 
 WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
 RESHARD = [None, True, False]
+FAR_AHEAD = CommPolicy(prefetch=3)
 
 
 # --- checkpointing, and several forwards ----------------------------------------------------------
@@ -49,49 +52,47 @@ def one_forward_loss(model: nn.Module, inputs: Tensor) -> Tensor:
     return model.run(inputs).pow(2).mean()
 
 
-def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, options: Any) -> None:
+def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, **options: Any) -> None:
     model = built(CheckpointedTower, where, reentrant)
     side.shard(*model.to_shard(), model, **options)
-    side.steps(model, adamw(model), range(3), loss)
+    side.steps(model, adamw(model), range(2), loss)
 
 
+every_way = pytest.mark.parametrize("where", WAYS)
+reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+
+
+@same_as_plain(2)
 @pytest.mark.thin(135)
 @pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-@pytest.mark.parametrize("where", WAYS)
+@reentrant_or_not
+@every_way
 def test_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
-    world2: World, where: str, reentrant: bool, reshard: bool | None
+    side: Side, where: str, reentrant: bool, reshard: bool | None
 ) -> None:
-    options = {"reshard_after_forward": reshard}
-    assert_same(world2, checkpointed_training, where, reentrant, preference_loss, options)
+    checkpointed_training(side, where, reentrant, preference_loss, reshard_after_forward=reshard)
 
 
+@same_as_plain(2)
 @pytest.mark.thin(8)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-@pytest.mark.parametrize("where", WAYS)
-def test_checkpointing_changes_no_gradient(world2: World, where: str, reentrant: bool) -> None:
-    options = {"comm_policy": CommPolicy(packing_limit_bytes=100, prefetch=2)}
-    assert_same(world2, checkpointed_training, where, reentrant, one_forward_loss, options)
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("where", ["around", "whole"])
-@pytest.mark.parametrize("world", [3, 4], indirect=True)
-def test_uneven_shards_lose_no_gradient_either(world: World, where: str) -> None:
-    assert_same(world, checkpointed_training, where, True, preference_loss, {})
+@reentrant_or_not
+@every_way
+def test_checkpointing_changes_no_gradient(side: Side, where: str, reentrant: bool) -> None:
+    policy = CommPolicy(packing_limit_bytes=100, prefetch=2)
+    checkpointed_training(side, where, reentrant, one_forward_loss, comm_policy=policy)
 
 
 @same_as_plain(2)
 @pytest.mark.thin(45)
 @pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
 @pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
+@reentrant_or_not
 def test_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
     side: Side, reentrant: bool, order: Any, loss: Any
 ) -> None:
     model = built(Stages, reentrant, order)
     side.shard(*model.to_shard(), model)
-    side.steps(model, adamw(model), range(3), loss)
+    side.steps(model, adamw(model), range(2), loss)
 
 
 class Selective(Chain):
@@ -114,24 +115,15 @@ class Selective(Chain):
 @pytest.mark.parametrize("everything", [False, True], ids=["matmuls", "everything"])
 def test_selective_checkpointing_changes_no_gradient(side: Side, everything: bool) -> None:
     model = side.shard_tower(built(Selective, everything))
-    side.steps(model, adamw(model), range(3), preference_loss)
+    side.steps(model, adamw(model), range(2), preference_loss)
 
 
-@same_as_plain(2, 3)
-@pytest.mark.thin(8)
+@same_as_plain(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_two_forwards_before_one_backward_add_up(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(uneven_tower), reshard_after_forward=reshard)
-    optimizer = adamw(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        batch = random_batch(step, BATCH_SIZE, 7)
-        loss = preference_loss(model, side.part(batch))
-        loss.backward()
-        side.note_mean("loss", loss)
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
+    side.steps(model, adamw(model), range(3), preference_loss, width=7)
 
 
 @same_as_plain(2)
@@ -155,6 +147,17 @@ def test_interleaved_forwards_and_backwards_add_up(side: Side) -> None:
 # --- accumulation, and clearing what has accumulated ----------------------------------------------
 
 
+def set_reshards_after_backward(side: Side, model: nn.Module, reshards_after_backward: bool) -> None:
+    if side.is_sharded:
+        model.set_reshard_after_backward(reshards_after_backward)  # type: ignore[operator]
+
+
+CLEARINGS = [
+    *("model_none", "model_zeros", "optimizer_none", "optimizer_zeros"),
+    *("by_hand", "data_zeros", "foreach_zeros"),
+]
+
+
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
     if how == "by_hand":
         for param in model.parameters():
@@ -173,18 +176,7 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
 @same_as_plain(2)
 @pytest.mark.thin(28)
 @pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "model_none",
-        "model_zeros",
-        "optimizer_none",
-        "optimizer_zeros",
-        "by_hand",
-        "data_zeros",
-        "foreach_zeros",
-    ],
-)
+@pytest.mark.parametrize("how", CLEARINGS)
 def test_clearing_gradients_clears_the_unsynchronised_ones(
     side: Side, how: str, between: bool, has_grad: bool
 ) -> None:
@@ -206,7 +198,7 @@ def test_clearing_gradients_clears_the_unsynchronised_ones(
     side.note_gradients(model)
     optimizer.step()
     side.assert_settled(model)
-    side.steps(model, optimizer, range(3, 5))
+    side.steps(model, optimizer, [3])
 
 
 @same_as_plain(2)
@@ -236,59 +228,6 @@ def test_reductions_still_under_way_are_cleared_as_well(side: Side) -> None:
     side.note_gradients(model)
 
 
-def accumulate(side: Side, synced: list[bool], options: Any, reshards_after_backward: bool) -> None:
-    model = side.shard_tower(built(even_tower), **options)
-    if side.is_sharded:
-        model.set_reshard_after_backward(reshards_after_backward)
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for microbatch, is_synced in enumerate(synced):
-            side.sync(model, is_synced)
-            loss = mean_of_squares(model, side.inputs(10 * step + microbatch)) / len(synced)
-            loss.backward()
-        side.note_gradients(model)
-        optimizer.step()
-    side.note_parameters(model)
-
-
-@pytest.mark.thin(18)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize("reshards_after_backward", [True, False])
-@pytest.mark.parametrize(
-    "synced",
-    [[False, False, True], [True, True, True], [True, False, True], [False, True, True]],
-    ids=["last", "all", "first_and_last", "from_second"],
-)
-def test_microbatches_add_up_to_their_sum(
-    world: World, synced: list[bool], reshards_after_backward: bool
-) -> None:
-    assert_same(world, accumulate, synced, {}, reshards_after_backward)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_microbatches_add_up_whatever_is_freed(world2: World, reshard: bool) -> None:
-    options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(packing_limit_bytes=0)}
-    assert_same(world2, accumulate, [False, True], options, True)
-
-
-@same_as_plain(2, 3)
-def test_microbatches_before_the_last_backward_add_up(side: Side) -> None:
-    """set_is_last_backward(False): reductions travel on while the next microbatch runs."""
-    model = side.shard_tower(built(even_tower))
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for microbatch in range(3):
-            if side.is_sharded:
-                model.set_is_last_backward(microbatch == 2)
-            mean_of_squares(model, side.inputs(10 * step + microbatch)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
-
-
 @same_as_plain(2)
 def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
     """One gradient is changed in place; another, that is zero, has an unsynchronised part waiting."""
@@ -307,10 +246,12 @@ def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "reshard"), [(True, None), (False, None), (True, False), (False, False)]
+)
+def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool, reshard: bool | None) -> None:
     model = built(CheckpointedTower, "around", reentrant)
-    side.shard_tower(model)
+    side.shard_tower(model, reshard_after_forward=reshard)
     for microbatch in range(3):
         side.sync(model, microbatch == 2)
         preference_loss(model, side.inputs(microbatch)).backward()
@@ -319,8 +260,9 @@ def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool) -> None:
 
 
 @same_as_plain(2)
-def test_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
+@pytest.mark.parametrize("reshard", [None, False])
+def test_an_evaluation_between_microbatches_loses_none(side: Side, reshard: bool | None) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
     with torch.no_grad():
@@ -334,38 +276,11 @@ def test_an_evaluation_between_microbatches_loses_none(side: Side) -> None:
 # --- what follows an evaluation -------------------------------------------------------------------
 
 
-def clip(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    side.note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-
-
 def clear_all(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
     model.zero_grad(set_to_none=False)
     for param in model.parameters():
         assert param.grad is not None
         side.note("cleared", param.grad)
-
-
-def edit_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5).add_(0.01)
-
-
-def edit_data(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    for param in model.parameters():
-        param.data.mul_(0.5)
-
-
-def optimize(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    optimizer.step()
-
-
-def optimize_fused(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-
-
-def optimize_foreach(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step()
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
@@ -375,22 +290,19 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, side: Si
         local.mul_(0.5)
 
 
-def load_values(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    state = {name: value * 0.5 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
-ACTIONS = [
-    clip,
-    clear_all,
-    edit_in_place,
-    edit_data,
-    optimize,
-    optimize_fused,
-    optimize_foreach,
-    load_values,
-    load_checkpoint,
-]
+ACTIONS: dict[str, Callable[[Any, torch.optim.Optimizer, Side], Any]] = {
+    "clip": lambda model, _, side: side.note("norm", clip_grad_norm_(model.parameters(), 0.01)),
+    "clear": clear_all,
+    "edit in place": torch.no_grad()(lambda model, *_: [p.mul_(0.5).add_(0.01) for p in model.parameters()]),
+    "edit data": lambda model, *_: [param.data.mul_(0.5) for param in model.parameters()],
+    "optimize": lambda _, optimizer, __: optimizer.step(),
+    "optimize, fused": lambda model, *_: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step(),
+    "optimize, foreach": lambda model, *_: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step(),
+    "load values": lambda model, *_: model.load_state_dict(
+        {n: v * 0.5 for n, v in model.state_dict().items()}
+    ),
+    "load checkpoint": load_checkpoint,
+}
 
 
 def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
@@ -411,7 +323,7 @@ def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
 )
 @pytest.mark.parametrize("act", ACTIONS)
 def test_what_follows_an_evaluation_acts_on_the_weights(
-    side: Side, act: Any, mode: str, reshard: bool | None
+    side: Side, act: str, mode: str, reshard: bool | None
 ) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -419,12 +331,12 @@ def test_what_follows_an_evaluation_acts_on_the_weights(
     optimizer.zero_grad()
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_rows("before", evaluate(model, side, mode))
-    act(model, optimizer, side)
+    ACTIONS[act](model, optimizer, side)
     side.note_gradients(model)
     side.note_parameters(model)
     side.note_rows("after", evaluate(model, side, mode))
     side.note_rows("again", evaluate(model, side, mode))
-    side.steps(model, optimizer, [2, 3])
+    side.steps(model, optimizer, [2])
 
 
 class Teacher(nn.Module):
@@ -439,22 +351,19 @@ class Teacher(nn.Module):
         return self.tower(x)
 
 
-def average(mine: nn.Parameter, other: nn.Parameter) -> None:
-    with torch.no_grad():
-        mine.lerp_(other, 0.5)
-
-
-def average_data(mine: nn.Parameter, other: nn.Parameter) -> None:
-    mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+FOLLOW: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
+    "lerp": torch.no_grad()(lambda mine, other: mine.lerp_(other, 0.5)),
+    "data": lambda mine, other: mine.data.mul_(0.5).add_(other.data, alpha=0.5),
+}
 
 
 @same_as_plain(2)
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("follow", [average, average_data])
+@pytest.mark.parametrize("how", FOLLOW)
 @pytest.mark.parametrize("make", [even_tower, Teacher])
 def test_a_teacher_that_follows_the_student_is_never_stale(
-    side: Side, make: Any, follow: Any, reshard: bool | None
+    side: Side, make: Any, how: str, reshard: bool | None
 ) -> None:
     student, teacher = built(even_tower), built(make)
     side.shard_tower(student)
@@ -471,7 +380,7 @@ def test_a_teacher_that_follows_the_student_is_never_stale(
         optimizer.step()
         optimizer.zero_grad()
         for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
-            follow(mine, other)
+            FOLLOW[how](mine, other)
 
 
 @same_as_plain(2)
@@ -490,8 +399,7 @@ def test_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Side, 
 def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_backward: bool) -> None:
     """The rank that has row 0 of a weight changes it, and the other ranks do nothing."""
     model = side.shard_tower(built(even_tower))
-    if side.is_sharded:
-        model.set_reshard_after_backward(reshards_after_backward)
+    set_reshards_after_backward(side, model, reshards_after_backward)
     mean_of_squares(model, side.inputs(0)).backward()
     if reshards_after_backward:
         model(side.inputs(0))  # the root stays unsharded for a backward that does not come
@@ -506,31 +414,23 @@ def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_back
         side.note_gradients(model)
 
 
-def adamw_fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def adamw_foreach(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-
-
-def adamw_loop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-
-
-def sgd_foreach(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True)
-
-
 @same_as_plain(2)
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("make_optimizer", [adamw_fused, adamw_foreach, adamw_loop, sgd_foreach])
-def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, make_optimizer: Any) -> None:
+@pytest.mark.parametrize(
+    "choice",
+    [
+        OptimizerByName("AdamW", {"fused": True}),
+        OptimizerByName("AdamW", {"foreach": True}),
+        OptimizerByName("AdamW", {"foreach": False}),
+        OptimizerByName("SGD", {"foreach": True, "momentum": 0.9}),
+    ],
+    ids=str,
+)
+def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, choice: OptimizerByName) -> None:
     """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
     model = side.shard_tower(built(even_tower))
-    if side.is_sharded:
-        model.set_reshard_after_backward(False)
-    optimizer = make_optimizer(model)
+    set_reshards_after_backward(side, model, False)
+    optimizer = getattr(torch.optim, choice.name)(model.parameters(), lr=1e-2, **choice.options)
     for step in range(3):
         optimizer.zero_grad()
         loss = mean_of_squares(model, side.inputs(step))
@@ -540,33 +440,24 @@ def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, make_o
     side.note_parameters(model)
 
 
-def step_between(make_optimizer: Any, is_sharded: bool) -> str:
-    """The weights change between forward and backward: torch refuses to compute that gradient."""
-    side = Side(is_sharded)
-    model = side.shard_tower(built(even_tower))
-    mean_of_squares(model, side.inputs(0)).backward()
-    loss = mean_of_squares(model, side.inputs(1))
-    make_optimizer(model).step()
-    with pytest.raises(RuntimeError) as caught:
-        loss.backward()
-    return str(caught.value)
-
-
-# Only what torch counts on a DTensor: it counts no foreach and no fused operation.
-@pytest.mark.parametrize("make_optimizer", [adamw_loop])
-def test_weights_changed_between_forward_and_backward_are_refused_by_name(
-    world2: World, make_optimizer: Any
-) -> None:
-    assert "modified by an inplace operation" in step_between(sgd_foreach, False)
-    for message in world2.run(step_between, make_optimizer, True):
-        assert message.startswith("blocks.2.norm.weight, blocks.2.norm.bias, ")
-        assert "changed in place between the forward that used it and this backward" in message
-
-
 # --- unused parameters and blocks -----------------------------------------------------------------
 
 
-def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize(
+    ("use", "options"),
+    [
+        ([(0, 2)] * 3, {}),
+        ([(0, 1, 2), (1,), (), (2, 1, 0), (0, 0, 1)], {}),
+        ([(0, 1, 2), (0, 2), (1,), (0, 1, 2)], {"reshard_after_forward": True, "comm_policy": FAR_AHEAD}),
+        ([(0, 1, 2), (0, 2), (1,), (0, 1, 2)], {"reshard_after_forward": False, "comm_policy": FAR_AHEAD}),
+    ],
+    ids=["never", "changing", "unsharded_ahead", "kept_unsharded"],
+)
+def test_blocks_that_are_not_used_get_no_gradient(
+    side: Side, use: list[tuple[int, ...]], options: Any
+) -> None:
+    """Nor do they stay unsharded."""
     model = side.shard_tower(built(Branching), **options)
     optimizer = adamw(model)
     for step, used in enumerate(use):
@@ -575,24 +466,7 @@ def unused_blocks(side: Side, use: list[tuple[int, ...]], options: Any) -> None:
     side.note_parameters(model)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("world", [2, 3], indirect=True)
-@pytest.mark.parametrize(
-    "use",
-    [[(0, 2)] * 3, [(0, 1, 2), (1,), (), (2, 1, 0), (0, 0, 1)]],
-    ids=["never", "changing"],
-)
-def test_blocks_that_are_not_used_get_no_gradient(world: World, use: list[tuple[int, ...]]) -> None:
-    assert_same(world, unused_blocks, use, {})
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_unused_blocks_are_not_kept_unsharded(world2: World, reshard: bool) -> None:
-    options = {"reshard_after_forward": reshard, "comm_policy": CommPolicy(prefetch=3)}
-    assert_same(world2, unused_blocks, [(0, 1, 2), (0, 2), (1,), (0, 1, 2)], options)
-
-
-@same_as_plain(1, 2, 4)
+@same_as_plain(1, 2)
 @pytest.mark.thin(27)
 @pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 def test_parameters_that_are_not_used_get_no_gradient(side: Side, packing_limit_bytes: int | None) -> None:
@@ -659,34 +533,31 @@ def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_a_gradient_penalty_trains_as_without_sharding(side: Side, reshard: bool | None, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("loss", "depth", "reshard"),
+    [
+        (loss_with_penalty, 0, None),
+        (loss_with_penalty, 3, None),
+        (loss_with_penalty, 3, True),
+        (loss_with_penalty, 3, False),
+        (penalty, 3, None),
+    ],
+)
+def test_a_gradient_penalty_trains_as_without_sharding(
+    side: Side, loss: Any, depth: int, reshard: bool | None
+) -> None:
+    """Beside another loss, or as all of it."""
     model = built(Chain, *[block] * depth)
     side.shard_tower(model, reshard_after_forward=reshard)
-    side.steps(model, adamw(model), range(3), loss_with_penalty)
+    side.steps(model, adamw(model), range(2), loss)
 
 
-@same_as_plain(1, 3)
-def test_a_penalty_may_be_the_whole_loss(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = penalty(model, side.inputs(step))
-        loss.backward()
-        side.note_mean("loss", loss)
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-
-
-def forward_after_penalty(side: Side, keeps: bool) -> None:
+@same_as_plain(2)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_penalty_may_come_before_the_loss(side: Side, keeps: bool) -> None:
     """The penalty first, then the forward of the loss, then one backward of both."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=not keeps)
-    if side.is_sharded:
-        model.set_reshard_after_backward(not keeps)
+    set_reshards_after_backward(side, model, not keeps)
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -696,23 +567,6 @@ def forward_after_penalty(side: Side, keeps: bool) -> None:
         loss.backward()
         side.note_gradients(model)
         optimizer.step()
-
-
-def test_a_penalty_may_come_before_the_loss_where_groups_are_kept(world2: World) -> None:
-    assert_same(world2, forward_after_penalty, True)
-
-
-def error_of_forward_after_penalty() -> str:
-    try:
-        forward_after_penalty(Side(is_sharded=True), False)
-    except RuntimeError as error:
-        return str(error)
-    return "it works"
-
-
-def test_a_penalty_before_the_loss_works_or_says_what_would(world2: World) -> None:
-    for outcome in world2.run(error_of_forward_after_penalty):
-        assert outcome == "it works" or "create_graph" in outcome or "reshard_after" in outcome, outcome
 
 
 class ForceField(nn.Module):
@@ -750,8 +604,8 @@ def test_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | Non
 # --- freezing and thawing -------------------------------------------------------------------------
 
 
-@same_as_plain(2, 3)
-@pytest.mark.thin(41)
+@same_as_plain(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
@@ -769,7 +623,7 @@ def test_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: boo
     model.outlet.requires_grad_(True)
     side.step(model, optimizer, 4)
     model.requires_grad_(True)
-    side.steps(model, optimizer, [5, 6])
+    side.steps(model, optimizer, [5])
 
 
 @same_as_plain(2)
@@ -857,6 +711,7 @@ def test_a_block_missing_in_the_last_microbatch_keeps_its_gradient(side: Side) -
 
 
 @same_as_plain(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
@@ -872,6 +727,7 @@ def test_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | N
 
 
 @same_as_plain(2)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
@@ -902,8 +758,8 @@ def test_separate_backwards_through_one_forward_add_up(side: Side) -> None:
     side.assert_settled(model)
 
 
-@same_as_plain(2, 4)
-@pytest.mark.thin(5)
+@same_as_plain(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_modules_used_several_times_in_a_forward_add_up(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Twice), reshard_after_forward=reshard)
@@ -919,28 +775,6 @@ def test_a_model_that_calls_itself_trains(side: Side, guesses: bool, reshard: bo
     side.steps(model, adamw(model), range(3))
     with torch.no_grad():
         side.note_rows("evaluation", model(side.inputs(9)))
-
-
-def penalty_on_the_weights(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Weight decay in the loss: the sharded parameters themselves are in the graph."""
-    loss = mean_of_squares(model, inputs)
-    for param in model.parameters():
-        norm = param.pow(2).sum()
-        loss = loss + 0.1 * (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    return loss
-
-
-@same_as_plain(2, 3)
-def test_a_penalty_on_the_weights_adds_to_their_gradients(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = penalty_on_the_weights(model, side.inputs(step))
-        loss.backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
 
 
 @same_as_plain(2)

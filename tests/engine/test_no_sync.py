@@ -14,13 +14,13 @@ import pytest
 import torch
 from comparing import assert_all_same, assert_as_plain
 from events import events_of
-from failure_models import CheckpointedTower, Failure, fragile_tower
+from failure_models import Failure, fragile_tower
 from harness import World
 from meshed import Asks, gradients_of, parameters_of
 from models import built, even_tower, random_batch, uneven_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
-from strategies import FOUR, HYBRID, SOME_PLANS, STRATEGIES, Plan, Wire, groups_of, part
+from strategies import FOUR, HYBRID, SOME_PLANS, Plan, Wire, part
 from torch import Tensor, nn
 
 import shardwise
@@ -40,6 +40,11 @@ def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterato
         yield
 
 
+def waits(model: nn.Module, side: Side, is_quiet: bool = True) -> Any:
+    """`no_sync` where the scenario is sharded."""
+    return shardwise.no_sync(model) if side.is_sharded and is_quiet else nullcontext()
+
+
 def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> Tensor:
     return mean_of_squares(model, part(plan, seed, width))
 
@@ -48,7 +53,7 @@ def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> T
 
 # What each microbatch does: Q is quiet, S synchronised, q is quiet in its forward only, s in its backward
 # only, Z is quiet after all gradients have been cleared.
-PATTERNS = ["QQS", "SQqS", "sZS"]
+PATTERNS = ["QQS", "SQqS", "sZS", "QSS"]
 
 
 def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
@@ -128,23 +133,6 @@ def test_unused_and_frozen_parameters_accumulate_as_plainly(world4: World, plan:
     assert_as_plain(world4, left_out, plan)
 
 
-def checkpointed(plan: Plan | None, reentrant: bool) -> dict[str, Any]:
-    model = built(CheckpointedTower, "around", reentrant)
-    if plan is not None:
-        plan.shard(model)
-    for microbatch in range(3):
-        with quiet(model, plan, microbatch < 2):
-            loss_of(model, plan, microbatch).backward()
-    return gradients_of(model)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("plan", [Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid", 4, 2)], ids=str)
-def test_recomputed_blocks_accumulate_as_plainly(world4: World, plan: Plan) -> None:
-    for reentrant in (True, False):
-        assert_as_plain(world4, checkpointed, plan, reentrant)
-
-
 @same_as_plain(2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
@@ -158,8 +146,7 @@ def test_a_module_that_only_contains_sharded_ones_will_do(side: Side, strategy: 
     for step in range(2):
         optimizer.zero_grad()
         for microbatch in range(3):
-            is_quiet = side.is_sharded and microbatch < 2
-            with shardwise.no_sync(both) if is_quiet else nullcontext():
+            with waits(both, side, microbatch < 2):
                 x = side.inputs(10 * step + microbatch)
                 (both["first"](x) * both["second"](x)).mean().backward()
         side.note_gradients(both)
@@ -172,8 +159,7 @@ def test_a_single_block_may_defer(side: Side) -> None:
     """Only one block defers; what the others have is reduced each time."""
     model = side.shard_tower(built(even_tower))
     for microbatch in range(3):
-        is_quiet = side.is_sharded and microbatch < 2
-        with shardwise.no_sync(model.blocks[1]) if is_quiet else nullcontext():
+        with waits(model.blocks[1], side, microbatch < 2):
             mean_of_squares(model, side.inputs(microbatch)).backward()
         if microbatch == 0:
             side.note("of another block", model.blocks[0].up.weight.grad)
@@ -191,8 +177,7 @@ def test_ignored_parameters_that_are_averaged_wait_too(side: Side) -> None:
         model.set_reduce_ignored_params(True)
     for step in range(2):
         for microbatch in range(2):
-            is_quiet = side.is_sharded and microbatch < 1
-            with shardwise.no_sync(model) if is_quiet else nullcontext():
+            with waits(model, side, microbatch < 1):
                 mean_of_squares(model, side.inputs(2 * step + microbatch)).backward()
         side.note("weight", model.outlet.weight.grad)
         side.note("bias", model.outlet.bias.grad)
@@ -205,13 +190,10 @@ def test_an_exception_inside_leaves_what_was_there_before(side: Side) -> None:
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()
-        with shardwise.no_sync(model) if side.is_sharded else nullcontext():
+        with waits(model, side):
             mean_of_squares(model, side.inputs(step)).backward()
         model.blocks[1].fails = "late"
-        with (
-            pytest.raises(Failure),
-            shardwise.no_sync(model) if side.is_sharded else nullcontext(),
-        ):
+        with pytest.raises(Failure), waits(model, side):
             mean_of_squares(model, side.inputs(5)).backward()
         model.blocks[1].fails = None
         mean_of_squares(model, side.inputs(6)).backward()
@@ -308,91 +290,53 @@ def test_what_was_kept_inside_is_freed_by_the_backward_after(world2: World) -> N
         assert world2.run(freed_after, Plan(strategy, 2)) == [want, want], strategy
 
 
-def evaluated_after() -> list[list[str]]:
-    """An evaluation between a quiet microbatch and the next one may not lose or disturb anything."""
-    plan = Plan("zero2", 2)
-    notes = []
-    model = plan.shard(built(even_tower))
-    with shardwise.no_sync(model):
-        loss_of(model, plan, 0).backward()
+@same_as_plain(2)
+def test_an_evaluation_between_microbatches_disturbs_nothing(side: Side) -> None:
+    """Where parameters outlive the backward inside."""
+    model = side.shard_tower(built(even_tower), reshard_after_forward=False)
+    with waits(model, side):
+        mean_of_squares(model, side.inputs(0)).backward()
     with torch.no_grad():
-        notes.append(model(random_batch(0, 12)))
-    loss_of(model, plan, 1).backward()
-    return [*notes, *gradients_of(model).values()]  # type: ignore[list-item]
-
-
-def test_an_evaluation_between_microbatches_disturbs_nothing(world2: World) -> None:
-    model = built(even_tower)
-    for seed in (0, 1):
-        loss_of(model, None, seed).backward()
-    want = [model(random_batch(0, 12)).detach(), *gradients_of(model).values()]
-    for found in world2.run(evaluated_after):
-        for got, expected in zip(found, want, strict=True):
-            torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-10)
+        side.note_rows("evaluation", model(side.inputs(1)))
+    mean_of_squares(model, side.inputs(2)).backward()
+    side.note_gradients(model)
+    side.assert_settled(model)
 
 
 # --- settings -------------------------------------------------------------------------------------
 
 
-def settings_of(model: nn.Module) -> list[bool]:
-    """Of the root and of each block, in this order: whether gradients are reduced."""
-    groups = [each._shardwise_state.group for each in (model, *model.blocks)]
-    return [group.settings.requires_gradient_sync for group in groups]
+def settings_of(model: nn.Module) -> list[tuple[bool, Any, bool]]:
+    """Of the root and of each block: whether gradients are reduced, and what is freed when."""
+    found = [each._shardwise_state.group.settings for each in (model, *model.blocks)]
+    return [(s.requires_gradient_sync, s.reshard_after_forward, s.reshard_after_backward) for s in found]
 
 
-def settings_around(how: str) -> list[list[bool]]:
+def settings_around(how: str) -> list[list[tuple[bool, Any, bool]]]:
     model = built(even_tower)
-    shardwise.shard_model(model, strategy="zero2")
+    shardwise.shard_model(model, strategy="zero2", overrides={"blocks.1": "zero1", "blocks.2": "zero3"})
     model.blocks[1].set_requires_gradient_sync(False)
     found = [settings_of(model)]
-    if how == "once":
-        with shardwise.no_sync(model):
-            found.append(settings_of(model))
-    elif how == "twice":
-        with shardwise.no_sync(model):
+    with suppress(Failure), shardwise.no_sync(model):
+        if how == "twice":
             with shardwise.no_sync(model.blocks[0]):
                 found.append(settings_of(model))
-            found.append(settings_of(model))
-    else:
-        with suppress(Failure), shardwise.no_sync(model):
-            found.append(settings_of(model))
+        mean_of_squares(model, random_batch(0, 2)).backward()
+        found.append(settings_of(model))
+        if how == "raised":
             raise Failure("inside")
     found.append(settings_of(model))
     return found
 
 
 @pytest.mark.parametrize("how", ["once", "twice", "raised"])
-def test_each_group_gets_its_own_setting_back(world2: World, how: str) -> None:
+def test_each_group_gets_its_own_settings_back(world2: World, how: str) -> None:
     for before, *inside, after in world2.run(settings_around, how):
-        assert before == after == [True, True, False, True]
+        assert before == after
+        assert [syncs for syncs, *_ in before] == [True, True, False, True]
+        assert before[1][1:] != before[2][1:] != before[3][1:]
         assert inside
-        assert all(not any(each) for each in inside)
-
-
-def kept_settings(raises: bool) -> tuple[list[Any], list[Any]]:
-    """What else it changes inside, it changes back: what is freed after backward."""
-    model = built(even_tower)
-    shardwise.shard_model(model, strategy="zero2", overrides={"blocks.1": "zero1", "blocks.2": "zero3"})
-
-    def settings() -> list[Any]:
-        groups = [each._shardwise_state.group for each in (model, *model.blocks)]
-        return [
-            (group.settings.reshard_after_backward, group.settings.reshard_after_forward) for group in groups
-        ]
-
-    before = settings()
-    with suppress(Failure), shardwise.no_sync(model):
-        mean_of_squares(model, random_batch(0, 2)).backward()
-        if raises:
-            raise Failure("inside")
-    return before, settings()
-
-
-def test_what_is_kept_when_is_as_before(world2: World) -> None:
-    for raises in (True, False):
-        for before, after in world2.run(kept_settings, raises):
-            assert before == after
-            assert before[1] != before[2] != before[3]
+        assert all(not syncs for each in inside for syncs, *_ in each)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -415,8 +359,7 @@ def asked_inside(when: str, outer: bool) -> tuple[str, dict[str, Any], dict[str,
     return found[0][0], found[0][1], found[1][1]
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize(("when", "outer"), [("forward", True), ("forward", False), ("backward", True)])
 def test_it_is_refused_inside_a_running_pass(world2: World, when: str, outer: bool) -> None:
     for message, got, want in world2.run(asked_inside, when, outer):
         assert message.startswith("RuntimeError: ")
@@ -426,29 +369,10 @@ def test_it_is_refused_inside_a_running_pass(world2: World, when: str, outer: bo
         assert_all_same([got], want)
 
 
-def test_a_model_without_a_sharded_module_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no_sync.*Tower"), shardwise.no_sync(even_tower()):
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [(even_tower(), ValueError, "no_sync.*Tower"), ([even_tower()], TypeError, "no_sync.*list")],
+)
+def test_what_is_no_module_or_has_no_sharded_one_is_refused(model: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words), shardwise.no_sync(model):
         pass
-
-
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"no_sync.*list"), shardwise.no_sync([even_tower()]):  # type: ignore[arg-type]
-        pass
-
-
-def groups_named() -> list[list[list[str]]]:
-    return [groups_of(Plan(strategy, 4, 2).shard(built(even_tower))) for strategy in STRATEGIES[-2:]]
-
-
-def test_the_models_of_these_tests_have_a_group_a_block(world4: World) -> None:
-    """Lest the counts above be right for the wrong reason."""
-    for found in world4.run(groups_named):
-        assert found == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
-
-
-def layout_of_hybrids() -> tuple[int, ...]:
-    return Plan("hybrid", 4, 2).shard(built(even_tower)).inlet.weight.device_mesh.shape
-
-
-def test_hybrids_of_these_tests_have_two_hosts(world4: World) -> None:
-    assert world4.run(layout_of_hybrids) == [(2, 2)] * 4

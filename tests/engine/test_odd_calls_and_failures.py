@@ -26,8 +26,8 @@ RESHARD = [None, True, False]
 # --- calls in any order, and several roots --------------------------------------------------------
 
 
-@same_as_plain(2, 3)
-@pytest.mark.thin(14)
+@same_as_plain(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | None) -> None:
     """A block is called before the root, between two calls of it, after it, and trained alone."""
@@ -54,22 +54,19 @@ def test_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | Non
     optimizer.step()
     with torch.no_grad():
         side.note_rows("after", second(side.inputs(7)))
-    side.steps(model, optimizer, [8, 9])
+    side.steps(model, optimizer, [8])
 
 
 @same_as_plain(2)
 def test_several_roots_may_share_a_loss(side: Side) -> None:
     """Encoder and decoder sharded apart, trained by one loss; a frozen third looks on."""
     encoder, decoder, judge = built(Chain, block, block), built(even_tower), built(Chain, block)
-    encoder.outlet = nn.Linear(8, 8).double()
-    with torch.no_grad():
-        for param in encoder.outlet.parameters():
-            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
+    encoder.outlet = built(nn.Linear, 8, 8)
     judge.requires_grad_(False)
     for model in (encoder, decoder, judge):
         side.shard_tower(model)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         code = torch.tanh(encoder(side.inputs(step)))
         output = decoder(code)
@@ -105,7 +102,7 @@ def test_a_root_may_call_another_root(side: Side) -> None:
     model = built(Holder, inner)
     side.shard_tower(model)
     optimizer = torch.optim.AdamW([*model.parameters(), *inner.parameters()], lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         side.step(model, optimizer, step)
         side.note_gradients(inner)
         side.assert_settled(inner)
@@ -239,11 +236,28 @@ def attempt(model: nn.Module, inputs: Tensor, errors: list[BaseException]) -> No
         errors.append(error)
 
 
-def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, options: Any) -> None:
-    model = side.shard_tower(built(fragile_tower), **options)
+@same_as_plain(2)
+@pytest.mark.parametrize(
+    ("fails", "where", "keeps_error", "reshard"),
+    [
+        ("early", 0, False, None),
+        ("early", 2, False, False),
+        ("late", 1, True, None),
+        ("late", 2, False, False),
+        ("backward", 0, False, False),
+        ("backward", 1, True, None),
+        ("interrupted", 1, False, None),
+        ("interrupted", 1, True, None),
+    ],
+)
+def test_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
+    side: Side, fails: str, where: int, keeps_error: bool, reshard: bool | None
+) -> None:
+    """Also while the caller still holds the error."""
+    model = side.shard_tower(built(fragile_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     errors: list[BaseException] = []
-    for step in range(4):
+    for step in range(3):
         if step in (0, 2):  # the very first, and one in the middle
             model.blocks[where].fails = fails
             attempt(model, side.inputs(90 + step), errors)
@@ -254,22 +268,6 @@ def failing_iterations(side: Side, fails: str, where: int, keeps_error: bool, op
         side.step(model, optimizer, step)
         errors.clear()
     side.note_parameters(model)
-
-
-@pytest.mark.thin(25)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("fails", ["early", "late", "backward", "interrupted"])
-def test_the_iteration_after_a_failed_one_is_as_if_nothing_had_been(
-    world2: World, fails: str, where: int, reshard: bool | None
-) -> None:
-    assert_same(world2, failing_iterations, fails, where, False, {"reshard_after_forward": reshard})
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("fails", ["late", "backward", "interrupted"])
-def test_it_is_the_same_while_the_error_is_still_held(world2: World, fails: str) -> None:
-    assert_same(world2, failing_iterations, fails, 1, True, {})
 
 
 @same_as_plain(2)
@@ -344,9 +342,7 @@ class Recursive(nn.Module):
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_a_module_may_catch_what_a_call_of_itself_raises(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Chain, Recursive, block), reshard_after_forward=reshard)
-    optimizer = adamw(model)
-    side.steps(model, optimizer, [0, 1])
-    side.assert_settled(model)
+    side.steps(model, adamw(model), [0, 1])
 
 
 @same_as_plain(2)
@@ -358,36 +354,13 @@ def test_a_failed_recomputation_leaves_nothing_behind(
 ) -> None:
     model = side.shard_tower(built(FragileCheckpoints, where, reentrant))
     optimizer = adamw(model)
-    for step in range(3):
-        if step == 1:
-            loss = model(side.inputs(7)).mean()
-            model.blocks[1].fails = fails  # from now on: in the recomputation
-            try:
-                loss.backward()
-            except Failure:
-                optimizer.zero_grad()
-            else:
-                raise AssertionError("it did not fail")
-            model.blocks[1].fails = None
-        side.step(model, optimizer, step)
-    side.note_parameters(model)
-
-
-@same_as_plain(2)
-def test_a_failed_forward_keeps_the_gradients_of_earlier_microbatches(side: Side) -> None:
-    """The second of three unsynchronised microbatches fails; the gradients of the first stay."""
-    model = side.shard_tower(built(fragile_tower))
-    for step in range(2):
-        model.zero_grad()
-        side.sync(model, False)
-        mean_of_squares(model, side.inputs(step)).backward()
-        model.blocks[1].fails = "late"
-        attempt(model, side.inputs(5), [])
-        model.blocks[1].fails = None
-        side.sync(model, True)
-        mean_of_squares(model, side.inputs(6)).backward()
-        side.note_gradients(model)
-        side.assert_settled(model)
+    side.step(model, optimizer, 0)
+    loss = model(side.inputs(7)).mean()
+    model.blocks[1].fails = fails  # from now on: in the recomputation
+    with pytest.raises(Failure):
+        loss.backward()
+    model.blocks[1].fails = None
+    side.steps(model, optimizer, [1, 2])
 
 
 def refuse(gradient: Tensor) -> None:
@@ -420,24 +393,22 @@ def told_after_failed_backward(side: Side, synchronises: bool, clear: str) -> st
     return told
 
 
-def after_failed_backward(side: Side, synchronises: bool, clear: str) -> None:
-    told_after_failed_backward(side, synchronises, clear)
-
-
-@pytest.mark.parametrize("synchronises", [False, True])
-@pytest.mark.parametrize("clear", ["at once", "late", "to zeros", "reset"])
+@pytest.mark.parametrize(
+    ("synchronises", "clear"),
+    [(False, "at once"), (True, "late"), (False, "to zeros"), (False, "reset"), (True, "reset")],
+)
 def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
     world2: World, synchronises: bool, clear: str
 ) -> None:
-    assert_same(world2, after_failed_backward, synchronises, clear)
+    assert_same(world2, told_after_failed_backward, synchronises, clear)
 
 
-def told_to_the_caller(synchronises: bool) -> str:
-    return told_after_failed_backward(Side(is_sharded=True), synchronises, "late")
+def told_when_cleared_late() -> str:
+    return told_after_failed_backward(Side(is_sharded=True), False, "late")
 
 
 def test_it_says_which_gradients_are_incomplete(world2: World) -> None:
-    for told in world2.run(told_to_the_caller, False):
+    for told in world2.run(told_when_cleared_late):
         assert_expected_inline(
             told,
             """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias and 18 more: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
@@ -460,27 +431,25 @@ def test_a_backward_that_fails_before_all_gradients_changes_nothing(side: Side) 
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("how", ["held", "retried"])
-def test_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: Side, how: str) -> None:
+@pytest.mark.parametrize("is_retried", [False, True], ids=["held", "retried"])
+def test_an_error_that_is_still_held_does_not_keep_its_backward_alive(side: Side, is_retried: bool) -> None:
     """An error that passes through our own frames in backward, held by the caller as a notebook holds the
     last one."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
     held: list[BaseException] = []
-    if side.is_sharded:
-        loss = mean_of_squares(model, side.inputs(1))
-        hook = model.blocks[1].up.weight.register_hook(refuse)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            held.append(error)
-            hook.remove()
-            if how == "retried":
-                side.steps(model, optimizer, [2, 3])
-        else:
-            raise AssertionError("it did not fail")
-    if how == "held" or not side.is_sharded:
+    loss = mean_of_squares(model, side.inputs(1))
+    hook = model.blocks[1].up.weight.register_hook(refuse)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        held.append(error)
+        hook.remove()
+        if is_retried:  # inside of the except clause
+            side.steps(model, optimizer, [2, 3])
+    assert held
+    if not is_retried:
         side.steps(model, optimizer, [2, 3])
 
 
@@ -514,9 +483,7 @@ def test_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
         with torch.no_grad():
             side.note_rows("seen", model(side.inputs(9)))
 
-    for step in range(3):
-        side.step(model, optimizer, step)
-    side.note_parameters(model)
+    side.steps(model, optimizer, range(2))
 
 
 @same_as_plain(2)
@@ -532,27 +499,21 @@ def test_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
         if is_failing:
             raise Failure("in a hook")
 
-    module = model.blocks[1]
-    if which == "pre":
-        module.register_forward_pre_hook(hook)
-    elif which == "post":
-        module.register_forward_hook(hook)
-    elif which == "root_post":
-        model.register_forward_hook(hook)
-    elif which == "inner":
-        module.up.register_forward_hook(hook)
-    else:
-        dict(module.named_parameters())["up.weight"].register_post_accumulate_grad_hook(hook)
-    for step in range(3):
-        if step == 1:
-            is_failing = True
-            errors: list[BaseException] = []
-            attempt(model, side.inputs(7), errors)
-            assert len(errors) == 1
-            optimizer.zero_grad()
-            is_failing = False
-        side.step(model, optimizer, step)
-    side.note_parameters(model)
+    middle = model.blocks[1]
+    register = {
+        "pre": middle.register_forward_pre_hook,
+        "post": middle.register_forward_hook,
+        "root_post": model.register_forward_hook,
+        "inner": middle.up.register_forward_hook,
+        "post_accumulate": dict(middle.named_parameters())["up.weight"].register_post_accumulate_grad_hook,
+    }
+    register[which](hook)
+    side.step(model, optimizer, 0)
+    is_failing = True
+    with pytest.raises(Failure):
+        mean_of_squares(model, side.inputs(7)).backward()
+    is_failing = False
+    side.steps(model, optimizer, [1, 2])
 
 
 @same_as_plain(2)
@@ -592,9 +553,7 @@ def test_a_batch_may_be_tried_again_inside_the_except_clause(side: Side) -> None
 
 
 @same_as_plain(4)
-@pytest.mark.thin(41)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,)], ids=str)
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize(("shape", "reshard"), [((2, 2), None), ((4,), False)], ids=str)
 def test_ranks_of_which_one_has_failed_go_on_together(
     side: Side, shape: tuple[int, ...], reshard: bool | None
 ) -> None:

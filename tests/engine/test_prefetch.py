@@ -5,6 +5,7 @@ would check, so it is written out; the bounds on memory are counted in full para
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,13 +21,13 @@ from refusals import assert_says
 from scenario import Side, assert_same, same_as_plain
 from test_events import the_same_on_all_ranks
 from test_memory import WIDTH as WIDE
-from test_memory import B, Pair, unsharded_bytes
+from test_memory import B, stack, unsharded_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
 from towers import backward
 
-from shardwise import CommPolicy, fully_shard, no_sync
+from shardwise import CommPolicy, no_sync
 
 Choices = dict[str, Any]
 
@@ -52,7 +53,6 @@ def named(choices: Choices) -> str:
     )
 
 
-every_policy = pytest.mark.parametrize("choices", POLICIES, ids=named)
 AFTER: Choices = {"prefetch": 1, "backward_prefetch": "after"}
 some_policies = pytest.mark.parametrize("choices", [AFTER, POLICIES[4], POLICIES[8]], ids=named)
 
@@ -106,31 +106,6 @@ def events_of_a_step(
 
 def backward_of(log: str) -> str:
     return log[log.index("backward Spaced") :]
-
-
-def test_before_the_next_group_is_unsharded_while_a_group_computes(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "before"}))
-    assert_expected_inline(
-        backward_of(log),
-        """\
-backward Spaced
-unshard blocks.1
-backward blocks.2
-reduce blocks.2
-between 2
-free blocks.2
-unshard blocks.0
-backward blocks.1
-reduce blocks.1
-between 1
-free blocks.1
-backward blocks.0
-reduce blocks.0
-between 0
-reduce Spaced
-free Spaced
-free blocks.0""",
-    )
 
 
 def test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed(world2: World) -> None:
@@ -245,19 +220,21 @@ def test_as_many_blocks_are_unsharded_at_once_as_was_said(
     assert (unsharded_at_once(log, "forward"), unsharded_at_once(log, "backward")) == (forward, backward)
 
 
-def events_of_kept_groups(choices: Choices) -> list[str]:
-    return events_of_a_step(choices, reshard_after_forward=False)
+def events_of_kept_groups(backward_prefetch: str | None) -> list[str]:
+    return events_of_a_step({"backward_prefetch": backward_prefetch}, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
 def test_kept_groups_are_not_unsharded_for_backward_and_each_is_freed_once(
     world2: World, backward_prefetch: str | None
 ) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_kept_groups, {"backward_prefetch": backward_prefetch}))
-    backward = backward_of(log).splitlines()
-    assert not [line for line in backward if line.startswith("unshard")]
+    log = the_same_on_all_ranks(world2.run(events_of_kept_groups, backward_prefetch)).splitlines()
     names = ["Spaced", "blocks.0", "blocks.1", "blocks.2"]
-    assert sorted(line for line in backward if line.startswith("free")) == [f"free {n}" for n in names]
+    at = log.index("backward Spaced")
+    assert sorted(line for line in log[:at] if line.startswith("unshard")) == [f"unshard {n}" for n in names]
+    assert not [line for line in log[:at] if line.startswith("free")]
+    assert not [line for line in log[at:] if line.startswith("unshard")]
+    assert sorted(line for line in log[at:] if line.startswith("free")) == [f"free {n}" for n in names]
 
 
 # --- lists of the caller's ------------------------------------------------------------------------
@@ -274,15 +251,19 @@ def choose_backward(model: Any) -> None:
     third.set_modules_to_backward_prefetch([second, first])
 
 
-def test_a_list_is_unsharded_ahead_in_place_of_the_recorded_order(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0}, choose_forward)).splitlines()
-    at = log.index("forward blocks.0")
-    assert log[at - 3 : at] == ["unshard blocks.0", "unshard blocks.1", "unshard blocks.2"]
-    log = the_same_on_all_ranks(
-        world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": "before"}, choose_backward)
-    ).splitlines()
-    at = log.index("backward blocks.2")
-    assert log[at - 3 : at] == ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
+@pytest.mark.parametrize(
+    ("direction", "choose", "ahead"),
+    [
+        ("forward", choose_forward, ["blocks.0", "blocks.1", "blocks.2"]),
+        ("backward", choose_backward, ["blocks.2", "blocks.1", "blocks.0"]),
+    ],
+)
+def test_a_list_is_unsharded_ahead_in_place_of_the_recorded_order(
+    world2: World, direction: str, choose: Any, ahead: list[str]
+) -> None:
+    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0}, choose)).splitlines()
+    at = log.index(f"{direction} {ahead[0]}")
+    assert log[at - 3 : at] == [f"unshard {name}" for name in ahead]
 
 
 def test_a_list_is_unsharded_as_far_as_the_limit_goes(world2: World) -> None:
@@ -302,7 +283,7 @@ def test_lists_of_the_callers_change_no_number(side: Side, choices: Choices) -> 
     if side.is_sharded:
         choose_forward(model)
         choose_backward(model)
-    side.steps(model, adamw(model), range(3))
+    side.steps(model, adamw(model), range(2))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -310,12 +291,7 @@ def test_lists_of_the_callers_change_no_number(side: Side, choices: Choices) -> 
 
 def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     """Bytes of unsharded parameters at most, in units of a block's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Pair() for _ in range(6)))
-    policy = CommPolicy(**choices)
-    for each in model:
-        fully_shard(each, comm_policy=policy)
-    fully_shard(model, comm_policy=policy)
+    model = stack(CommPolicy(**choices))
     x = torch.randn(2, WIDE)
     model(x).sum().backward()
     peaks = {"forward": 0.0, "backward": 0.0}
@@ -332,18 +308,9 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     return peaks
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("choices", "forward", "backward"),
-    [
-        ({}, 2, 2),
-        ({"prefetch": 0}, 1, 1),
-        ({"prefetch": 3}, 4, 4),
-        ({"prefetch": 3, "max_prefetched": 1}, 2, 2),
-        ({"prefetch": 3, "max_prefetched": 2}, 3, 3),
-        ({"backward_prefetch": "after"}, 2, 1),
-        ({"backward_prefetch": None}, 2, 1),
-    ],
+    [({"prefetch": 3, "max_prefetched": 2}, 3, 3), ({"backward_prefetch": "after"}, 2, 1)],
 )
 def test_the_memory_of_full_parameters(world2: World, choices: Choices, forward: int, backward: int) -> None:
     for peaks in world2.run(peaks_of_a_step, choices):
@@ -355,14 +322,13 @@ def test_the_memory_of_full_parameters(world2: World, choices: Choices, forward:
 
 def train(side: Side, make: Any, choices: Choices) -> None:
     model = side.shard_tower(built(make), comm_policy=CommPolicy(**choices))
-    side.steps(model, adamw(model), range(3), width=7 if make is uneven_tower else 8)
+    side.steps(model, adamw(model), range(2), width=7 if make is uneven_tower else 8)
 
 
-@pytest.mark.thin(87)
-@pytest.mark.parametrize("world", [3], indirect=True)
-@every_policy
-def test_every_policy_trains_as_the_plain_model(world: World, choices: Choices) -> None:
-    assert_same(world, train, uneven_tower, choices)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("choices", POLICIES, ids=named)
+def test_every_policy_trains_as_the_plain_model(world2: World, choices: Choices) -> None:
+    assert_same(world2, train, uneven_tower, choices)
 
 
 @same_as_plain(2)
@@ -372,7 +338,7 @@ def test_groups_may_have_policies_of_their_own(side: Side) -> None:
     for each, choices in zip(model.blocks, (AFTER, POLICIES[4], POLICIES[8]), strict=True):
         side.shard(each, comm_policy=CommPolicy(**choices))
     side.shard(model)
-    side.steps(model, adamw(model), range(3))
+    side.steps(model, adamw(model), range(2))
 
 
 def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -388,7 +354,7 @@ def test_recomputed_blocks_train(side: Side, where: str, reentrant: bool, choice
     model = built(CheckpointedTower, where, reentrant)
     policy = CommPolicy(**choices)
     side.shard(*model.to_shard(), model, comm_policy=policy)
-    side.steps(model, adamw(model), range(3), loss_of=loss_of_running)
+    side.steps(model, adamw(model), range(2), loss_of=loss_of_running)
 
 
 @same_as_plain(2)
@@ -398,7 +364,7 @@ def test_recomputed_blocks_train(side: Side, where: str, reentrant: bool, choice
 def test_recomputed_stages_of_several_groups_train(side: Side, reentrant: bool, choices: Choices) -> None:
     model = built(Stages, reentrant, (0, 1))
     side.shard(*model.to_shard(), model, comm_policy=CommPolicy(**choices))
-    side.steps(model, adamw(model), range(3))
+    side.steps(model, adamw(model), range(2))
 
 
 class Detached(nn.Module):
@@ -414,24 +380,16 @@ class Detached(nn.Module):
         return x + torch.tanh(self.linear(first))
 
 
-def frozen_first() -> nn.Module:
+def frozen(*names: str) -> nn.Module:
     model = Chain(block, block, block)
-    model.blocks[0].requires_grad_(False)
-    model.inlet.requires_grad_(False)
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
     return model
 
 
-def frozen_between() -> nn.Module:
-    model = Chain(block, block, block)
-    model.blocks[1].requires_grad_(False)
-    return model
-
-
-def frozen_in_part() -> nn.Module:
-    model = Chain(block, block, block)
-    for each in model.blocks:
-        each.up.requires_grad_(False)
-    return model
+frozen_first = partial(frozen, "inlet", "blocks.0")
+frozen_between = partial(frozen, "blocks.1")
+frozen_in_part = partial(frozen, "blocks.0.up", "blocks.1.up", "blocks.2.up")
 
 
 class Adapted(nn.Module):
@@ -447,20 +405,22 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + x @ self.down.t() @ self.up.t())
 
 
-def lora() -> nn.Module:
-    return Chain(Adapted, Adapted, Adapted)
+lora = partial(Chain, Adapted, Adapted, Adapted)
 
 
 @pytest.mark.thin(33)
 @some_policies
-@pytest.mark.parametrize("make", [frozen_first, frozen_between, frozen_in_part, lora, Twice])
+@pytest.mark.parametrize(
+    "make",
+    [frozen_first, frozen_between, frozen_in_part, lora, Twice],
+    ids=["first", "between", "in part", "lora", "twice"],
+)
 def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:
     """Also after the gradients of their group are complete."""
     assert_same(world2, train, make, choices)
 
 
-def detached() -> nn.Module:
-    return Chain(Detached, Detached, Detached)
+detached = partial(Chain, Detached, Detached, Detached)
 
 
 @pytest.mark.parametrize("choices", [POLICIES[4], POLICIES[8]], ids=named)
@@ -524,24 +484,6 @@ def test_groups_that_are_kept_through_backward_train(side: Side, choices: Choice
         side.note_gradients(model)
         optimizer.step()
     side.note_parameters(model)
-
-
-@same_as_plain(2)
-@pytest.mark.sample(2)
-@some_policies
-def test_a_backward_of_a_backward_finds_its_weights(side: Side, choices: Choices) -> None:
-    """A gradient of a gradient: what the first backward used is needed again by the second."""
-    model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
-    for index in range(2):
-        model.zero_grad()
-        x = side.inputs(index).requires_grad_()
-        loss = mean_of_squares(model, x)
-        (slope,) = torch.autograd.grad(loss / side.world, x, create_graph=True)
-        (loss + side.world * slope.pow(2).sum()).backward()
-        side.note_rows("slope", slope.detach())
-        side.note_gradients(model)
-        model.zero_grad()
-        side.step(model, torch.optim.SGD(model.parameters(), lr=0.01), index)
 
 
 # --- refused --------------------------------------------------------------------------------------
