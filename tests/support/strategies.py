@@ -65,7 +65,6 @@ def plans_for(ranks: int) -> list[Plan]:
 
 
 FOUR = plans_for(4)
-ALL_PLANS = [plan for ranks in (1, 2, 3, 4) for plan in plans_for(ranks)]
 # All strategies on four ranks, and some on fewer; the rest is marked slow.
 ALWAYS = [*FOUR, Plan("zero2", 1), Plan("zero3", 2), Plan("hybrid", 2), Plan("ddp", 3), Plan("zero1", 3)]
 # Of every kind one, and of every number of ranks.
