@@ -15,21 +15,17 @@ Here the shard lies beside the full parameters that zero1 and zero2 keep: 4/N mo
 
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from comparing import assert_all_same
 from events import events_of
 from harness import World
-from meshed import Layout, device_mesh, gradients_of, refusal, tensors_of, whole
+from meshed import Layout, device_mesh, gradients_of, layout_inputs, refusal, tensors_of, whole
 from models import (
     Block,
     SquareBlock,
@@ -46,7 +42,6 @@ from reference import adamw, mean_of_squares
 from refusals import differences, portrait
 from strategies import (
     FLAT,
-    FOUR,
     HYBRID,
     STRATEGIES,
     Plan,
@@ -54,17 +49,9 @@ from strategies import (
     groups_of,
     live_bytes,
     plainly,
-    plans_for,
     rows,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -89,7 +76,6 @@ def on(*plans: Plan, slowly: tuple[Plan, ...] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("plan", "world"), cases, indirect=["world"], ids=str)
 
 
-by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 # Every strategy, on as few ranks as tell it from others.
 EACH = [Plan("ddp", 2), Plan("zero1", 2), Plan("zero2", 2), Plan("zero3", 2), Plan("hybrid", 4, 2)]
 each_and_slowly_more = on(*EACH, slowly=(Plan("hybrid_zero2", 4, 2), Plan("zero3", 4)))
@@ -187,69 +173,6 @@ def gradients(plan: Plan | None, model: nn.Module, microbatches: int = 1) -> dic
     return gradients_of(model)
 
 
-def placed(plan: Plan) -> dict[str, Any]:
-    model = plan.shard(built(uneven_tower))
-    assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
-    assert not any(isinstance(module, FSDPModule) for module in (model.blocks, model.inlet, model.outlet))
-    optimizer = adamw(model)
-    mean_of_squares(model, rows(plan, uneven_batch(0, 12))).backward()
-    optimizer.step()
-    found: dict[str, Any] = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        assert isinstance(param.grad, DTensor)
-        moment = optimizer.state[param]["exp_avg"]
-        assert param.placements == param.grad.placements == moment.placements
-        found[name] = (param.placements, len(param.to_local()), tuple(param.device_mesh.shape))
-    return found
-
-
-@pytest.mark.sample(3)
-@by_four
-def test_each_strategy_has_its_own_placements(world4: World, plan: Plan) -> None:
-    rows = {name: len(param) for name, param in uneven_tower().named_parameters()}
-    want = {
-        **dict.fromkeys(FLAT, (Shard(0),)),
-        **dict.fromkeys(HYBRID, (Replicate(), Shard(0))),
-        "ddp": (Replicate(),),
-    }
-    for rank, found in enumerate(world4.run(placed, plan)):
-        for name, (placements, num_rows, mesh) in found.items():
-            chunk = -(-rows[name] // plan.shards)
-            mine = rank % plan.shards
-            assert placements == want[plan.strategy]
-            assert num_rows == max(0, min(rows[name], (mine + 1) * chunk) - mine * chunk)
-            assert mesh == plan.layout.shape
-
-
-def low_precision(plan: Plan | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    torch.manual_seed(1234)
-    model = uneven_tower()
-    assert plan is not None
-    plan.shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_of_squares(model, rows(plan, uneven_batch(step, 12).float())).backward()
-        optimizer.step()
-    return tensors_of(model)  # type: ignore[return-value]
-
-
-@pytest.mark.slow
-def test_strategies_agree_in_low_precision(world4: World) -> None:
-    """All compute the same in bfloat16 and add up in float32, in another order; that may turn the rounding
-    of a weight to bfloat16 in the next forward: a few of its epsilons of the gradient, times the rate."""
-    first, *_ = world4.run(low_precision, FOUR[0], torch.bfloat16)
-    exact, *_ = world4.run(low_precision, FOUR[0], torch.float32)
-    assert all(not torch.equal(first[name], exact[name]) for name in first if "gradient" in name)
-    for plan in FOUR[1:]:
-        for found in world4.run(low_precision, plan, torch.bfloat16):
-            for name, want in first.items():
-                atol = 8 * 2**-8 * 0.05 if "gradient" not in name else 8 * 2**-8 * want.abs().max().item()
-                torch.testing.assert_close(found[name], want, rtol=0.0, atol=atol, msg=name)
-
-
 def edited(plan: Plan | None) -> dict[str, Any]:
     """Weights that change between forwards, in ways of which nobody tells the library."""
     model = built(uneven_tower)
@@ -270,62 +193,6 @@ def edited(plan: Plan | None) -> dict[str, Any]:
 @on(Plan("ddp", 2), Plan("zero1", 3), Plan("zero2", 2), Plan("zero3", 2), Plan("hybrid_zero2", 2, 2))
 def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world: World, plan: Plan) -> None:
     assert_all_same(world.run(edited, plan), plainly(edited))
-
-
-# --- the same checkpoint --------------------------------------------------------------------------
-
-
-def checkpointed(folder: str, plans: list[Plan]) -> list[str]:
-    """Save after two steps under each strategy, load under three others, go on: what differs from plain."""
-    want = dict(trained_on(None, built(uneven_tower), range(4)))
-    midway = dict(trained_on(None, built(uneven_tower), range(2)))
-    for plan in plans:
-        model = plan.shard(built(uneven_tower))
-        optimizer = adamw(model)
-        list(trained_on(plan, model, range(2), optimizer))
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-        dcp.save(state, checkpoint_id=f"{folder}/{plan}")
-    wrong = []
-    for index, first in enumerate(plans):
-        for second in (plans[index - 1], plans[index - 2], plans[index - 3]):
-            torch.manual_seed(99)
-            model = second.shard(uneven_tower().double())
-            optimizer = adamw(model)
-            state = {
-                "model": get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.load(state, checkpoint_id=f"{folder}/{first}")
-            set_model_state_dict(model, state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
-            everything = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            assert everything.keys() == dict(model.named_parameters()).keys()
-            for name, value in everything.items():
-                if not torch.allclose(value, midway[name], rtol=0.0, atol=1e-10):
-                    wrong.append(f"{first} to {second}: {name} as loaded")
-            for name, value in trained_on(second, model, range(2, 4), optimizer):
-                if not torch.allclose(value, want[name], rtol=0.0, atol=1e-10):
-                    wrong.append(f"{first} to {second}: {name}")
-    return wrong
-
-
-def trained_on(plan: Plan | None, model: nn.Module, steps: Any, optimizer: Any = None) -> Any:
-    optimizer = optimizer or adamw(model)
-    for step in steps:
-        optimizer.zero_grad()
-        mean_of_squares(model, rows(plan, uneven_batch(step, 12))).backward()
-        optimizer.step()
-    for name, param in model.named_parameters():
-        yield name, whole(param)
-
-
-@pytest.mark.slow
-def test_any_strategy_loads_what_any_other_has_saved(world2: World, tmp_path: Path) -> None:
-    plans = [plan for plan in plans_for(2) if plan.hosts == (2 if plan.strategy in HYBRID else 1)]
-    assert world2.run(checkpointed, str(tmp_path), plans) == [[], []]
 
 
 def loaded_whole(plan: Plan) -> dict[str, Any]:
@@ -551,7 +418,8 @@ def default_meshes(local: str | None) -> dict[str, Any]:
         for strategy in FLAT if local is None else HYBRID:
             model = shard_model(built(even_tower), strategy=strategy)
             weight = model.blocks[0].up.weight
-            found[strategy] = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
+            where = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
+            found[strategy] = (weight.placements, *where)
             mean_of_squares(model, random_batch(0, 12)[dist.get_rank() * 3 :][:3]).backward()
             found[f"gradient under {strategy}"] = whole(weight.grad)
     return found
@@ -560,16 +428,18 @@ def default_meshes(local: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "local", [None, "2", *(pytest.param(local, marks=pytest.mark.slow) for local in ("1", "4"))]
 )
-def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
+def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host(
+    world4: World, local: str | None
+) -> None:
     model = built(even_tower)
     mean_of_squares(model, random_batch(0, 12)).backward()
     hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
     for found in world4.run(default_meshes, local):
         if local is None:
-            assert found["ddp"] == ([0, 1, 2, 3], 16)
-            assert all(found[strategy] == ([0, 1, 2, 3], 4) for strategy in FLAT[1:])
+            assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
+            assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
         else:
-            want = (hosts[local], 16 // int(local))
+            want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
             assert all(found[strategy] == want for strategy in HYBRID)
         for name, value in found.items():
             if "gradient" in name:
@@ -614,13 +484,9 @@ def tensor_parallel(strategy: str | None) -> dict[str, Any]:
         shard_model(model, strategy=strategy, mesh=mesh)
     optimizer = adamw(model)
     for microbatch in range(3):
-        inputs = random_batch(microbatch, 12)
-        if layout is not None:
-            index, count = layout.seat()
-            inputs = inputs[index * (12 // count) :][: 12 // count]
         waits = layout is not None and microbatch == 0
         with shardwise.no_sync(model) if waits else nullcontext():
-            mean_of_squares(model, inputs).backward()
+            mean_of_squares(model, layout_inputs(layout, microbatch)).backward()
         if microbatch == 1:
             optimizer.step()
     return tensors_of(model)
@@ -944,149 +810,128 @@ def cube() -> Any:
     return device_mesh((1, 2, 2), ("a", "b", "c"))
 
 
-def dims(**names: str) -> Callable[[], DataParallelMeshDims]:
-    return partial(DataParallelMeshDims, **names)
+def case(*words: str, **options: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What is passed to `shard_model`, and words of what the caller is told."""
+    return options, words
 
 
+SHARDS = {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="shard")}
+BOTH = {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="shard", replicate="replicate")}
 FSDP1S = {
     "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hybrid", "NO_SHARD": "ddp",
 }  # fmt: skip
 HOW = "init_device_mesh"
-REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "unknown": ({"strategy": "zero4"}, ["ValueError", "'zero4'", *STRATEGIES]),
-    "no string": ({"strategy": 3}, ["TypeError", "strategy", "3", "int"]),
+REFUSALS = {
+    "unknown": case("ValueError", "'zero4'", *STRATEGIES, strategy="zero4"),
+    "no string": case("TypeError", "strategy", "3", "int", strategy=3),
     **{
-        f"FSDP1's {theirs}": (
-            {"strategy": theirs},
-            ["ValueError", f"'{theirs}'. What FSDP1 calls {theirs} is '{ours}'"],
+        f"FSDP1's {theirs}": case(
+            "ValueError", f"'{theirs}'. What FSDP1 calls {theirs} is '{ours}'", strategy=theirs
         )
         for theirs, ours in FSDP1S.items()
     },
-    "FSDP1's enum": (
-        {"strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
-        ["ValueError", "'_HYBRID_SHARD_ZERO2'", "'hybrid_zero2' here"],
+    "FSDP1's enum": case("ValueError", "'hybrid_zero2' here", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "an override by FSDP1's": case(
+        "ValueError", "in the override for 'blocks.1'", "'ddp' here", overrides={"blocks.1": "NO_SHARD"}
     ),
-    "an override by FSDP1's": (
-        {"overrides": {"blocks.1": "NO_SHARD"}},
-        ["ValueError", "in the override for 'blocks.1'", "'ddp' here"],
+    "zero3 on two dimensions": case("ValueError", "zero3", "hybrid", "2", mesh=square),
+    "hybrid on one dimension": case(
+        "ValueError", "hybrid", "replicate", "shard", mesh=line, strategy="hybrid"
     ),
-    "zero3 on two dimensions": ({"mesh": square}, ["ValueError", "zero3", "hybrid", "2"]),
-    "hybrid on one dimension": (
-        {"mesh": line, "strategy": "hybrid"},
-        ["ValueError", "hybrid", "replicate", "shard"],
+    "three dimensions": case("ValueError", "3", mesh=cube, strategy="hybrid"),
+    "no mesh": case("TypeError", "mesh", mesh="cpu"),
+    "hosts unknown": case("LOCAL_WORLD_SIZE", HOW, "replicate", strategy="hybrid", local=None),
+    "hosts uneven": case("LOCAL_WORLD_SIZE", "3", "4", HOW, strategy="hybrid", local="3"),
+    "hosts no number": case("LOCAL_WORLD_SIZE", "two", HOW, strategy="hybrid_zero2", local="two"),
+    "hosts zero": case("LOCAL_WORLD_SIZE", "0", HOW, strategy="hybrid", local="0"),
+    "hosts unlike": case("LOCAL_WORLD_SIZE", HOW, strategy="hybrid", local=["2", "2", "2", "4"]),
+    "ddp cannot shard": case(
+        "'ddp' needs dp_mesh_dims to name dimensions to replicate over", strategy="ddp", **SHARDS
     ),
-    "three dimensions": ({"mesh": cube, "strategy": "hybrid"}, ["ValueError", "3"]),
-    "no mesh": ({"mesh": "cpu"}, ["TypeError", "mesh"]),
-    "hosts unknown": ({"strategy": "hybrid", "local": None}, ["LOCAL_WORLD_SIZE", HOW, "replicate"]),
-    "hosts uneven": ({"strategy": "hybrid", "local": "3"}, ["LOCAL_WORLD_SIZE", "3", "4", HOW]),
-    "hosts no number": ({"strategy": "hybrid_zero2", "local": "two"}, ["LOCAL_WORLD_SIZE", "two", HOW]),
-    "hosts zero": ({"strategy": "hybrid", "local": "0"}, ["LOCAL_WORLD_SIZE", "0", HOW]),
-    "hosts unlike": ({"strategy": "hybrid", "local": ["2", "2", "2", "4"]}, ["LOCAL_WORLD_SIZE", HOW]),
-    "ddp cannot shard": (
-        {"strategy": "ddp", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
-        ["ValueError", "ddp", "replicate", "dp_mesh_dims"],
+    "zero2 cannot do both": case(
+        "'zero2' needs dp_mesh_dims to name dimensions to shard over", strategy="zero2", **BOTH
     ),
-    "zero2 cannot do both": (
-        {"strategy": "zero2", "mesh": square, "dp_mesh_dims": dims(shard="shard", replicate="replicate")},
-        ["ValueError", "zero2", "dp_mesh_dims"],
+    "hybrid needs both": case(
+        "'hybrid' needs dp_mesh_dims to name dimensions to replicate and to shard over",
+        strategy="hybrid",
+        **SHARDS,
     ),
-    "hybrid needs both": (
-        {"strategy": "hybrid", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
-        ["ValueError", "hybrid", "replicate", "dp_mesh_dims"],
+    "dims without a mesh": case("Error", "mesh", dp_mesh_dims=DataParallelMeshDims(shard="shard")),
+    "unknown dim": case("ValueError", "rows", mesh=square, dp_mesh_dims=DataParallelMeshDims(shard="rows")),
+    "override of nothing": case(
+        "ValueError", "override", "layers.*", "blocks.0", overrides={"layers.*": "zero2"}
     ),
-    "dims without a mesh": ({"dp_mesh_dims": dims(shard="shard")}, ["Error", "mesh"]),
-    "unknown dim": ({"mesh": square, "dp_mesh_dims": dims(shard="rows")}, ["ValueError", "rows"]),
-    "override of nothing": (
-        {"overrides": {"layers.*": "zero2"}},
-        ["ValueError", "override", "layers.*", "blocks.0"],
+    "override of what is not chosen": case("ValueError", "inlet", "wrap", overrides={"inlet": "zero2"}),
+    "override of an absent class": case("ValueError", "LSTM", "blocks.0", overrides={nn.LSTM: "zero2"}),
+    "override by an unknown strategy": case(
+        "ValueError", "zero5", "blocks.1", *STRATEGIES, overrides={"blocks.1": "zero5"}
     ),
-    "override of what is not chosen": (
-        {"overrides": {"inlet": "zero2"}},
-        ["ValueError", "inlet", "wrap"],
+    "override with an unknown key": case(
+        "ValueError", "precision", "blocks.1", "mp_policy", overrides={"blocks.1": {"precision": "bf16"}}
     ),
-    "override of an absent class": (
-        {"overrides": {nn.LSTM: "zero2"}},
-        ["ValueError", "LSTM", "blocks.0"],
+    "override by a number": case("TypeError", "blocks.1", "int", overrides={"blocks.1": 2}),
+    "override of a number": case("TypeError", "overrides", "int", overrides={1: "zero2"}),
+    "overrides no mapping": case("TypeError", "overrides", "list", overrides=["blocks.1"]),
+    "override that does not fit its mesh": case(
+        "ValueError", "zero3", overrides=lambda: {"blocks.1": {"mesh": square()}}
     ),
-    "override by an unknown strategy": (
-        {"overrides": {"blocks.1": "zero5"}},
-        ["ValueError", "zero5", "blocks.1", *STRATEGIES],
+    "cap of nothing": case("ValueError", "bucket_cap_mb", "0", bucket_cap_mb=0),
+    "cap of text": case("TypeError", "bucket_cap_mb", "str", bucket_cap_mb="25"),
+    "ignored no modules": case("TypeError", "ignored_modules", "str", ignored_modules=["blocks.1"]),
+    "ignored no list": case("TypeError", "ignored_modules", "int", ignored_modules=3),
+    "mp_policy": case("TypeError", "mp_policy", mp_policy=torch.bfloat16),
+    "unknown precision": case(
+        "ValueError: shard_model: there is no mp_policy 'bf61'",
+        "'bf16'",
+        "'fp16'",
+        "MixedPrecisionPolicy",
+        mp_policy="bf61",
     ),
-    "override with an unknown key": (
-        {"overrides": {"blocks.1": {"precision": "bf16"}}},
-        ["ValueError", "precision", "blocks.1", "mp_policy"],
+    "unknown storage": case(
+        "ValueError: shard_model: there is no offload_policy 'disk'",
+        "'cpu'",
+        "CPUOffloadPolicy",
+        offload_policy="disk",
     ),
-    "override by a number": ({"overrides": {"blocks.1": 2}}, ["TypeError", "blocks.1", "int"]),
-    "override of a number": ({"overrides": {1: "zero2"}}, ["TypeError", "overrides", "int"]),
-    "overrides no mapping": ({"overrides": ["blocks.1"]}, ["TypeError", "overrides", "list"]),
-    "override that does not fit its mesh": (
-        {"overrides": lambda: {"blocks.1": {"mesh": square()}}},
-        ["ValueError", "zero3"],
-    ),
-    "cap of nothing": ({"bucket_cap_mb": 0}, ["ValueError", "bucket_cap_mb", "0"]),
-    "cap of text": ({"bucket_cap_mb": "25"}, ["TypeError", "bucket_cap_mb", "str"]),
-    "cap of truth": ({"bucket_cap_mb": True}, ["TypeError", "bucket_cap_mb", "bool"]),
-    "ignored no modules": ({"ignored_modules": ["blocks.1"]}, ["TypeError", "ignored_modules", "str"]),
-    "ignored no list": ({"ignored_modules": 3}, ["TypeError", "ignored_modules", "int"]),
-    "mp_policy": ({"mp_policy": torch.bfloat16}, ["TypeError", "mp_policy"]),
-    "unknown precision": (
-        {"mp_policy": "bf61"},
-        ["ValueError: shard_model: there is no mp_policy 'bf61'", "'bf16'", "'fp16'", "MixedPrecisionPolicy"],
-    ),
-    "unknown storage": (
-        {"offload_policy": "disk"},
-        ["ValueError: shard_model: there is no offload_policy 'disk'", "'cpu'", "CPUOffloadPolicy"],
-    ),
-    "comm_policy": ({"comm_policy": 3}, ["TypeError", "comm_policy"]),
-    "placement out of range": (
-        {"shard_placement_fn": lambda: lambda param: Shard(5)},
-        ["ValueError", "5"],
-    ),
+    "comm_policy": case("TypeError", "comm_policy", comm_policy=3),
+    "placement out of range": case("ValueError", "5", shard_placement_fn=lambda: lambda param: Shard(5)),
 }
 
 
-LATE: dict[str, tuple[dict[str, Any], list[str]]] = {  # some groups could be sharded before
-    "placement in the last block": (
-        {"overrides": {"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}},
-        ["ValueError", "blocks.2", "5"],
+LATE = {  # some groups could be sharded before
+    "placement in the last block": case(
+        "ValueError", "blocks.2", "5", overrides={"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}
     ),
-    "precision of the root": ({"overrides": {"": {"mp_policy": 16}}}, ["TypeError", "mp_policy"]),
-    "storage of the last block": (
-        {"overrides": {"blocks.2": {"offload_policy": "host"}}},
-        ["ValueError", "the override for 'blocks.2': there is no offload_policy 'host'"],
+    "precision of the root": case("TypeError", "mp_policy", overrides={"": {"mp_policy": 16}}),
+    "storage of the last block": case(
+        "ValueError",
+        "the override for 'blocks.2': there is no offload_policy 'host'",
+        overrides={"blocks.2": {"offload_policy": "host"}},
     ),
-    "part of the last block": (
-        {"overrides": {"blocks.2": {"reshard_after_forward": 3}}},
-        ["ValueError", "reshard_after_forward", "3"],
+    "part of the last block": case(
+        "ValueError", "reshard_after_forward", "3", overrides={"blocks.2": {"reshard_after_forward": 3}}
     ),
 }
 
 
 TIED = "ValueError: shard_model: embed.weight and head.weight are tied"
-OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "sharded before": ({"model": sharded_before}, ["ValueError: ", "Tower", "already"]),
-    "sharded by hand": (
-        {"model": lambda: fully_shard(built(uneven_tower))},
-        ["ValueError: ", "Tower", "already"],
+OTHER_MODELS = {
+    "sharded before": case("ValueError: ", "Tower", "already", model=sharded_before),
+    "sharded by hand": case(
+        "ValueError: ", "Tower", "already", model=lambda: fully_shard(built(uneven_tower))
     ),
-    "a block of what is sharded": ({"model": lambda: sharded_before().blocks[1]}, ["ValueError: "]),
-    "a list": ({"model": lambda: [even_tower()]}, ["TypeError: ", "list"]),
-    "a container": (
-        {"model": lambda: nn.ModuleList([even_tower()])},
-        ["ValueError: ", "ModuleList", "forward"],
+    "a block of what is sharded": case("ValueError: ", model=lambda: sharded_before().blocks[1]),
+    "a list": case("TypeError: ", "list", model=lambda: [even_tower()]),
+    "a container": case("ValueError: ", "ModuleList", "forward", model=lambda: nn.ModuleList([even_tower()])),
+    "what is warned of, where that is an error": case("UserWarning: ", model=TopHeavy),
+    "tied to another strategy": case(
+        TIED, model=TiedEnds, wrap={nn.Linear, nn.Embedding}, overrides={"embed": "ddp"}
     ),
-    "what is warned of, where that is an error": ({"model": TopHeavy}, ["UserWarning: "]),
-    "tied to another strategy": (
-        {"model": TiedEnds, "wrap": {nn.Linear, nn.Embedding}, "overrides": {"embed": "ddp"}},
-        [TIED],
-    ),
-    "tied in a block and the root": (
-        {
-            "model": TiedEnds,
-            "wrap": {nn.Linear, nn.Embedding},
-            "overrides": dict.fromkeys(("embed", "head"), "ddp"),
-        },
-        [TIED],
+    "tied in a block and the root": case(
+        TIED,
+        model=TiedEnds,
+        wrap={nn.Linear, nn.Embedding},
+        overrides=dict.fromkeys(("embed", "head"), "ddp"),
     ),
 }
 CASES = REFUSALS | LATE | OTHER_MODELS

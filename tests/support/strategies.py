@@ -207,9 +207,9 @@ def live_bytes() -> int:
 # --- a strategy by its name alone -------------------------------------------------------------------
 
 
-def seats(*pairs: tuple[int, str]) -> Any:
-    """Worlds and strategies, where not every combination tells something new."""
-    return pytest.mark.parametrize(("world", "strategy"), pairs, indirect=["world"])
+def seats(*cases: tuple[Any, ...], also: str = "") -> Any:
+    """Worlds and strategies, and what ``also`` names, where not every combination tells something new."""
+    return pytest.mark.parametrize(("world", "strategy", *also.split()), cases, indirect=["world"])
 
 
 def shard_as(model: nn.Module, strategy: str, **options: Any) -> Any:
@@ -245,3 +245,13 @@ def losses_of_regression(
         losses.append(loss.item())
         optimizer.step()
     return losses
+
+
+def assert_arrives(ranks: list[list[float]], rel: float) -> None:
+    """Losses of training with compression end where those of exact training do."""
+    with one_thread():
+        exact = losses_of_regression(0, 1, None, None)
+    losses = [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
+    assert exact[-1] < 0.2 * exact[0], "it does not learn"
+    assert losses != exact, "nothing is compressed"
+    assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=rel)
