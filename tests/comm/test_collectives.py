@@ -4,6 +4,7 @@ The values are small integers, so that sums are exact in every dtype and in ever
 """
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype, int]] = [  # and the dim to sha
 ]
 EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED = 0, 24, 1 << 20
 
-all_limits = pytest.mark.parametrize("limit", [EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED])
+LIMITS = (EVERYTHING_DIRECT, MIXED, EVERYTHING_PACKED)
 all_worlds = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 
 
@@ -99,10 +100,10 @@ def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-def all_gather_everything(limit: int) -> None:
-    layout = layout_of(limit)
+def all_gather_everything() -> None:
     expected = full_values(0)
-    for comm in communicators():
+    for limit, comm in product(LIMITS, communicators()):
+        layout = layout_of(limit)
         shard = FlatShard(layout, dist.get_rank(), CPU)
         shard.fill(my_rows(layout, expected))
         gathered = UnshardedBuffer(layout, CPU, shard.bytes if dist.get_world_size() == 1 else None)
@@ -112,44 +113,40 @@ def all_gather_everything(limit: int) -> None:
             gathered.allocate()
             gather.start(HostStream(), gather.cut(shard.bytes))()
             for slot, value in zip(layout.slots, expected, strict=True):
-                assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), slot)
+                assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), limit, slot)
 
 
 @all_worlds
-@all_limits
-def test_every_rank_all_gathers_every_parameter(world: World, limit: int) -> None:
-    world.run(all_gather_everything, limit)
+def test_every_rank_all_gathers_every_parameter(world: World) -> None:
+    world.run(all_gather_everything)
 
 
-def reduce_everything(limit: int, missing: int | None, divisor: float) -> None:
-    layout = layout_of(limit)
+def reduce_everything(missing: int | None, divisor: float) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     of_ranks = [full_values(seed) for seed in range(world)]
     sums = [torch.stack([values[i] for values in of_ranks]).sum(0) / divisor for i in range(len(SHAPES))]
-    expected = my_rows(layout, sums)
     wanted = [dtype.is_floating_point and i != missing for i, (_, dtype, _) in enumerate(SHAPES)]
     gradients = [g if want else None for g, want in zip(of_ranks[rank], wanted, strict=True)]
-    for comm in communicators():
+    for limit, comm in product(LIMITS, communicators()):
+        layout = layout_of(limit)
+        expected = my_rows(layout, sums)
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
         reduce = ReduceScatter(comm, layout, CPU)
-        sums = partial(getattr, SimpleNamespace(output=output), "output")
-        finishes = [reduce.start(HostStream(), part, gradients, sums, divisor) for part in reduce.parts]
+        place = partial(getattr, SimpleNamespace(output=output), "output")
+        finishes = [reduce.start(HostStream(), part, gradients, place, divisor) for part in reduce.parts]
         for finish in finishes:
             finish()
         views = FlatShard(layout, rank, CPU)
         views.bytes.copy_(output)
         for view, want, value in zip(views.views, wanted, expected, strict=True):
             if want:
-                assert torch.equal(view, value.to(view.dtype)), (type(comm), view, value)
+                assert torch.equal(view, value.to(view.dtype)), (type(comm), limit, view, value)
 
 
-@pytest.mark.thin(5)
 @all_worlds
-@all_limits
-@pytest.mark.parametrize("missing", [None, 0, 4])
-@pytest.mark.parametrize("divisor", [1.0, 4.0])
-def test_every_rank_reduces_its_rows(world: World, limit: int, missing: int | None, divisor: float) -> None:
-    world.run(reduce_everything, limit, missing, divisor)
+@pytest.mark.parametrize(("missing", "divisor"), [(None, 4.0), (0, 1.0), (4, 4.0)])
+def test_every_rank_reduces_its_rows(world: World, missing: int | None, divisor: float) -> None:
+    world.run(reduce_everything, missing, divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -48,7 +48,7 @@ def copies_of_a_step(hidden: int, limit: int | None) -> dict[str, int]:
 BLOCK = 2 * WIDTH * WIDTH * 4  # bytes
 
 
-@pytest.mark.parametrize("world", [2, 4], indirect=True)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True)
 def test_even_parameters_above_the_packing_limit_are_never_copied(world: World) -> None:
     for counts in world.run(copies_of_a_step, WIDTH, None):
         # A gather puts this rank's own part in place, as any all-gather does: two a block, and one of the

@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import World
 from models import built, random_batch, shard_tower
@@ -148,17 +147,32 @@ def launches_of(
     return steps[0], steps[1]
 
 
-@pytest.mark.thin(96)
-@pytest.mark.parametrize("as_on_a_device", [False, True], ids=["host", "streams"])
-@pytest.mark.parametrize("policy", [IN_PARTS, PREFETCHES_AFTER], ids=["in parts", "prefetches after"])
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize(
-    "routing", [orders_within_blocks, recomputed_in_different_orders, layers_skipped, blocks_skipped]
+    ("world", "shape", "routing", "policy", "as_on_a_device"),
+    [
+        (2, (2,), orders_within_blocks, IN_PARTS, True),
+        (2, (2,), recomputed_in_different_orders, PREFETCHES_AFTER, False),
+        (2, (2,), layers_skipped, PREFETCHES_AFTER, True),
+        (2, (2,), blocks_skipped, IN_PARTS, False),
+        (4, (2, 2), blocks_skipped, PREFETCHES_AFTER, True),
+        *(
+            pytest.param(4, shape, routing, policy, is_device, marks=pytest.mark.slow)
+            for shape, routing, policy, is_device in [
+                ((4,), orders_within_blocks, PREFETCHES_AFTER, False),
+                ((4,), recomputed_in_different_orders, IN_PARTS, True),
+                ((4,), layers_skipped, IN_PARTS, False),
+                ((4,), blocks_skipped, PREFETCHES_AFTER, False),
+                ((2, 2), orders_within_blocks, IN_PARTS, False),
+                ((2, 2), recomputed_in_different_orders, PREFETCHES_AFTER, True),
+                ((2, 2), layers_skipped, PREFETCHES_AFTER, False),
+            ]
+        ),
+    ],
+    indirect=["world"],
 )
 def test_ranks_with_different_routes_launch_in_one_order(
-    routing: Routing, shape: Any, policy: CommPolicy, as_on_a_device: bool, request: pytest.FixtureRequest
+    world: World, shape: Any, routing: Routing, policy: CommPolicy, as_on_a_device: bool
 ) -> None:
-    world: World = request.getfixturevalue(f"world{torch.Size(shape).numel()}")
     first, *others = world.run(launches_of, routing, shape, policy, as_on_a_device)
     for steps in others:
         assert [without_ranks(step) for step in steps] == [without_ranks(step) for step in first]

@@ -42,5 +42,6 @@ class RanksAsThreads(ThreadRanks):
     def test_uneven_model(self) -> None:
         self._trains_as_plain("uneven")
 
+    @pytest.mark.slow
     def test_language_model(self) -> None:
         self._trains_as_plain("text")

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.buckets import communication, sharded_gradients
-from shardwise.comm import reduction
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.buckets import communication
 from shardwise.comm.communicators import BackendCollectives
 from shardwise.observe import memory_snapshot
 from shardwise.optim import offload_optimizer_state
@@ -82,6 +81,7 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
 
 
 def test_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: World) -> None:
+    """So their memory does not pile up over layers."""
     for sizes, own, events in world2.run(sums_over_replicas):
         assert sizes == own[::-1]
         # The sum of a group over replicas travels while the group after it goes over the shards.
@@ -151,51 +151,6 @@ def test_scalars_are_broadcast_by_the_stream_that_reduces(world2: World) -> None
 def test_with_replicas_they_are_broadcast_once_replicas_are_summed(world4: World) -> None:
     for used, _ in world4.run(streams_of_a_scalar, (2, 2)):
         assert used == ["replicate", "replicate is current"]
-
-
-def outputs_alive() -> int:
-    """How many reductions' outputs exist at once, at most."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = stack(mesh=mesh)
-    alive: set[int] = set()
-    most = 0
-
-    class Counted(reduction.Reduction):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            nonlocal most
-            super().__init__(*args, **options)
-            alive.add(id(self))
-            most = max(most, len(alive))
-
-        def finish(self) -> torch.Tensor:
-            output = super().finish()
-            alive.discard(id(self))
-            return output
-
-    with mock.patch.object(sharded_gradients, "Reduction", Counted):
-        model(torch.ones(2, 8)).sum().backward()
-    return most
-
-
-def test_memory_of_reductions_does_not_pile_up_over_layers(world2: World) -> None:
-    assert max(world2.run(outputs_alive)) <= 3 < DEPTH
-
-
-def devices_of_offloaded() -> tuple[set[str], set[str]]:
-    model = stack(offload_policy=CPUOffloadPolicy())
-    optimizer = torch.optim.AdamW(model.parameters())
-    offload_optimizer_state(optimizer)
-    before = [p.detach().full_tensor() for p in model.parameters()]
-    for _ in range(2):
-        model(torch.ones(2, 8)).square().sum().backward()
-        optimizer.step()
-    assert any(not torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters()))  # noqa: B905
-    grads = {p.grad.to_local().device.type for p in model.parameters()}
-    return grads, {v.device.type for state in optimizer.state.values() for v in state.values()}
-
-
-def test_offloaded_state_is_in_host_memory(world2: World) -> None:
-    assert world2.run(devices_of_offloaded) == [({"cpu"}, {"cpu"})] * 2
 
 
 class WithState(torch.optim.SGD):

@@ -144,26 +144,29 @@ def test_a_folder_that_cannot_be_made_is_wrong(world2: Any, tmp_path: Path) -> N
     )
 
 
-def test_a_folder_that_only_rank_0_has_is_wrong(world2: Any, tmp_path: Path) -> None:
-    (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path) + "/host{rank}")
-    assert (status, other) == (1, 1)
-    assert_expected_inline(
-        wrong(text),
-        """wrong  folder /host0  rank 1 cannot save there: it is not there, as it is on rank 0. Mount one file system there on all machines.""",
-    )
-
-
 def fast_clock() -> float:
     return time.time() + 90.0
 
 
-def test_a_clock_that_is_off_is_wrong(world2: Any) -> None:
-    (status, text), _ = world2.run(examined, defects={1: {"clock": fast_clock}})
-    assert status == 1
+def test_what_is_otherwise_on_one_rank_is_wrong(world2: Any, tmp_path: Path) -> None:
+    """A folder that only rank 0 has, a clock that is off, other versions, another environment."""
+    other = {
+        "clock": fast_clock,
+        "versions": {**AROUND.versions, "torch": "2.12.1"},
+        "environment": {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_ALGO": "Ring"},
+    }
+    folder = str(tmp_path) + "/host{rank}"
+    (status, text), (other_status, _) = world2.run(examined, "--folder", folder, defects={1: other})
+    assert (status, other_status) == (1, 1)
     assert "that of rank 1 is 90.0 s ahead of that of rank 0" in text
     assert_expected_inline(
         wrong(text),
-        """wrong  clocks  that of rank 1 is N s ahead of that of rank 0. Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine.""",
+        """\
+wrong  versions  torch is 2.13.0 on rank 0, 2.12.1 on rank 1. Install the same everywhere.
+wrong  environment  NCCL_DEBUG is WARN on rank 0, nothing on rank 1. Export the same on all machines.
+wrong  environment  NCCL_ALGO is nothing on rank 0, Ring on rank 1. Export the same on all machines.
+wrong  clocks  that of rank 1 is N s ahead of that of rank 0. Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine.
+wrong  folder /host0  rank 1 cannot save there: it is not there, as it is on rank 0. Mount one file system there on all machines.""",
     )
 
 
@@ -204,11 +207,6 @@ def test_a_mesh_that_does_not_fit_is_wrong(world4: Any, options: tuple[str, ...]
 def test_a_mesh_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh", "4xtwo"]) == 2
     assert "argument --mesh: invalid sizes value: '4xtwo'" in capsys.readouterr().err
-
-
-def test_a_timeout_that_is_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--timeout", "0"]) == 2
-    assert "--timeout is 0; give seconds to wait." in capsys.readouterr().err
 
 
 def facts(*seconds: float, is_right: bool = True) -> list[dict[str, Any]]:
@@ -256,28 +254,6 @@ slow     devices  H100, H200: all wait for the slowest.
     )
 
 
-def test_another_version_on_one_rank_is_wrong(world2: Any) -> None:
-    other = {"versions": {**AROUND.versions, "torch": "2.12.1"}}
-    (status, text), (other_status, _) = world2.run(examined, defects={1: other})
-    assert (status, other_status) == (1, 1)
-    assert_expected_inline(
-        wrong(text),
-        """wrong  versions  torch is 2.13.0 on rank 0, 2.12.1 on rank 1. Install the same everywhere.""",
-    )
-
-
-def test_another_environment_on_one_rank_is_wrong(world2: Any) -> None:
-    other = {"environment": {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_ALGO": "Ring"}}
-    (status, text), _ = world2.run(examined, defects={1: other})
-    assert status == 1
-    assert_expected_inline(
-        wrong(text),
-        """\
-wrong  environment  NCCL_DEBUG is WARN on rank 0, nothing on rank 1. Export the same on all machines.
-wrong  environment  NCCL_ALGO is nothing on rank 0, Ring on rank 1. Export the same on all machines.""",
-    )
-
-
 SCRIPT = """
 import os, sys, time
 from shardwise.__main__ import main
@@ -320,23 +296,32 @@ def started(tmp_path: Path, ranks: Iterable[int], defect: str = "pass", timeout:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_while_others_communicate_is_told(tmp_path: Path) -> None:
-    first, second = started(tmp_path, range(2), "raise RuntimeError('the driver\\n is old')")
-    assert first == "wrong  shard: reduce-scatter  rank 1: RuntimeError: the driver is old -> 1"
-    assert second == " -> 1"
-
-
-@pytest.mark.slow
-def test_a_collective_that_does_not_end_is_told(tmp_path: Path) -> None:
-    first, second = started(tmp_path, range(2), "time.sleep(1000)", timeout=4)
-    assert first.startswith(
-        "wrong  shard: reduce-scatter  ranks 0, 1: shard: reduce-scatter did not end within N s. Either a rank does"
-    )
-    assert (first[-5:], second) == (" -> 1", " -> 1")
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
-    first, second = started(tmp_path, range(2), "os._exit(7)", timeout=4)
-    assert first.startswith("wrong  shard: reduce-scatter  rank ")
-    assert (first[-5:], second) == (" -> 1", " -> 7")
+@pytest.mark.parametrize(
+    ("defect", "timeout", "told", "other"),
+    [
+        (
+            "raise RuntimeError('the driver\\n is old')",
+            20,
+            "wrong  shard: reduce-scatter  rank 1: RuntimeError: the driver is old -> 1",
+            " -> 1",
+        ),
+        (
+            "time.sleep(1000)",
+            4,
+            "wrong  shard: reduce-scatter  ranks 0, 1: shard: reduce-scatter did not end within N s. Either a rank does",
+            " -> 1",
+        ),
+        ("os._exit(7)", 4, "wrong  shard: reduce-scatter  rank ", " -> 7"),
+    ],
+    ids=[
+        "a rank that fails while others communicate",
+        "a collective that does not end",
+        "a process that ends",
+    ],
+)
+def test_what_breaks_a_measurement_is_told(
+    tmp_path: Path, defect: str, timeout: float, told: str, other: str
+) -> None:
+    first, second = started(tmp_path, range(2), defect, timeout)
+    assert first.startswith(told)
+    assert (first[-5:], second) == (" -> 1", other)

@@ -242,20 +242,19 @@ def test_containers_made_on_the_spot_are_all_searched() -> None:
 # --- replacing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a, b: [a, b],
-        lambda a, b: (a, b),
-        lambda a, b: {"x": a, "y": b},
-        Pair,
-        Output,
-        FrozenOutput,
-        nn.utils.rnn.PackedSequence,
-        lambda a, b: [Pair({"x": (a,)}, Output([b]))],
-    ],
-    ids=["list", "tuple", "dict", "namedtuple", "dataclass", "frozen", "packed", "nested"],
-)
+PAIRS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"x": a, "y": b},
+    "namedtuple": Pair,
+    "dataclass": Output,
+    "frozen": FrozenOutput,
+    "packed": nn.utils.rnn.PackedSequence,
+    "nested": lambda a, b: [Pair({"x": (a,)}, Output([b]))],
+}
+
+
+@pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
 def test_a_tensor_is_replaced_where_it_stands(make: Callable[[Tensor, Tensor], Any]) -> None:
     old, kept, new = tensors(3)
     for output, expected in ((make(old, kept), [new, kept]), (make(kept, old), [kept, new])):
@@ -265,13 +264,9 @@ def test_a_tensor_is_replaced_where_it_stands(make: Callable[[Tensor, Tensor], A
         assert old in find_tensors(output)  # what the caller's forward holds on to stays as it was
 
 
-def test_a_tensor_alone_is_replaced() -> None:
+def test_a_tensor_alone_or_that_stands_twice_is_replaced_by_one_and_the_same() -> None:
     old, new = tensors(2)
     assert replace_tensors(old, {id(old): new}) is new
-
-
-def test_a_tensor_that_stands_twice_is_replaced_by_one_and_the_same() -> None:
-    old, new = tensors(2)
     first, (second,) = replace_tensors([old, (old,)], {id(old): new})
     assert first is new
     assert second is new
@@ -313,39 +308,24 @@ def attribute_beside_fields(a: Tensor) -> Output:
     return output
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a: collections.OrderedDict(x=a),
-        lambda a: collections.defaultdict(list, x=a),
-        lambda a: collections.deque([a]),
-        lambda a: torch.return_types.max((a, a)),
-        lambda a: MyList([a]),
-        lambda a: MyDict(x=a),
-        lambda a: {a},
-        lambda a: Slotted(a, None),
-        lambda a: Plain(x=a),
-        lambda a: WithInitVar(a, 2.0),
-        Registered,
-        derived_field,
-        attribute_beside_fields,
-    ],
-    ids=[
-        "OrderedDict",
-        "defaultdict",
-        "deque",
-        "structseq",
-        "list-subclass",
-        "dict-subclass",
-        "set",
-        "slots",
-        "plain",
-        "initvar",
-        "registered",
-        "field-not-in-init",
-        "attribute-beside-fields",
-    ],
-)
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "OrderedDict": lambda a: collections.OrderedDict(x=a),
+    "defaultdict": lambda a: collections.defaultdict(list, x=a),
+    "deque": lambda a: collections.deque([a]),
+    "structseq": lambda a: torch.return_types.max((a, a)),
+    "list-subclass": lambda a: MyList([a]),
+    "dict-subclass": lambda a: MyDict(x=a),
+    "set": lambda a: {a},
+    "slots": lambda a: Slotted(a, None),
+    "plain": lambda a: Plain(x=a),
+    "initvar": lambda a: WithInitVar(a, 2.0),
+    "registered": Registered,
+    "field-not-in-init": derived_field,
+    "attribute-beside-fields": attribute_beside_fields,
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_any_other_container_is_rebuilt_or_refused_by_name(make: Callable[[Tensor], Any]) -> None:
     """Never returned with the old tensor inside, or without the tensor."""
     old, new = tensors(2)

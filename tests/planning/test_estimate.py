@@ -86,14 +86,8 @@ def test_the_formulas_of_the_strategies() -> None:
     model = on_meta()
     whole = sum(p.numel() * 4 for p in model.parameters())
     rows = {row.strategy: row for row in estimate(model, world=(2, 2)).rows}
-    for name, shards in {
-        "ddp": 1,
-        "zero1": 4,
-        "zero2": 4,
-        "zero3": 4,
-        "hybrid": 2,
-        "hybrid_zero2": 2,
-    }.items():
+    shards_of = {"ddp": 1, "zero1": 4, "zero2": 4, "zero3": 4, "hybrid": 2, "hybrid_zero2": 2}
+    for name, shards in shards_of.items():
         row = rows[name]
         assert row.parameters == pytest.approx(whole / shards, rel=0.003)
         assert row.gradients == pytest.approx(whole / shards, rel=0.003)
@@ -112,15 +106,13 @@ def test_the_formulas_of_the_strategies() -> None:
 
 
 def test_every_optimizer_by_name() -> None:
+    names = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor")
     state = {
-        name: estimate(on_meta(depth=1), world=2, strategy="zero3", optimizer=name).rows[0].optimizer_state
-        for name in ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor")
-    }
-    state["own"] = (
-        estimate(on_meta(depth=1), world=2, strategy="zero3", optimizer=torch.optim.Rprop)
+        name: estimate(on_meta(depth=1), world=2, strategy="zero3", optimizer=optimizer)
         .rows[0]
         .optimizer_state
-    )
+        for name, optimizer in [*((name, name) for name in names), ("own", torch.optim.Rprop)]
+    }
     one = state["sgd-momentum"]
     assert {name: round(size / one, 1) for name, size in state.items()} == {
         "adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 0, "own": 2,
@@ -128,7 +120,7 @@ def test_every_optimizer_by_name() -> None:
 
 
 def test_json_has_every_figure(tmp_path: Path) -> None:
-    found = estimate(on_meta(), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
+    found = estimate(on_meta(depth=1), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
     read = json.loads(found.to_json())
     assert [(row["strategy"], row["checkpointing"]) for row in read["rows"]] == [
         ("zero2", False), ("zero2", True), ("zero3", False), ("zero3", True),
@@ -293,13 +285,13 @@ def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
 
 def test_whole_parameters_are_on_the_device_while_they_are_used() -> None:
     options: dict[str, Any] = {"world": 2, "strategy": "ddp", "batch": BATCH, "checkpointing": False}
-    (row,) = estimate(on_meta(), offload_policy="cpu", **options).rows
+    (row,) = estimate(on_meta(depth=1), offload_policy="cpu", **options).rows
     assert row.peaks["forward"].num_bytes > row.parameters
 
 
 def test_progress_is_told_before_each_run_and_at_the_end() -> None:
     told: list[tuple[int, int, str]] = []
-    estimate(on_meta(), world=2, strategy=["ddp", "zero3"], progress=lambda *each: told.append(each))
+    estimate(on_meta(depth=1), world=2, strategy=["ddp", "zero3"], progress=lambda *each: told.append(each))
     assert told == [(0, 2, "ddp"), (1, 2, "zero3"), (2, 2, "")]
 
 
@@ -342,7 +334,7 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate(on_meta(), **options)
+        estimate(on_meta(depth=1), **options)
 
 
 def test_bad_types_are_refused() -> None:

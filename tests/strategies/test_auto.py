@@ -134,7 +134,7 @@ def test_reduction_in_more_bytes_than_parameters_speaks_for_sharding_and_frozen_
 
 def test_groups_are_those_of_the_real_call() -> None:
     """Chosen by identity, merged, some ignored: a copy of the model is sharded in the same way."""
-    model = tower()
+    model = tower(depth=3)
     blocks = set(model.blocks)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     given: dict[str, Any] = {
@@ -146,31 +146,39 @@ def test_groups_are_those_of_the_real_call() -> None:
     with pytest.warns(UserWarning, match="ignored_params contains trainable parameters"):
         choice = chosen(model, "1GB", {"shard": 4}, **given)
     assert choice.trial.strategy == "zero2"
-    assert choice.trial.order == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
+    assert choice.trial.order == (("blocks.0", "blocks.1"), ("blocks.2",))
     blocks_alone = sum(param.numel() * (2 + 2) for block in blocks for param in block.parameters())
     assert choice.trial.sent == pytest.approx(blocks_alone * 3 / 4, rel=0.02)
 
 
 def test_of_hybrid_strategies_what_leaves_a_host_counts() -> None:
     """All ranks of a host send their parts of the gradients over its network; a ring crosses it once."""
-    model = tower()
+    model = tower(depth=2)
     whole = sum(param.nbytes for param in model.parameters())
     choice = chosen(model, "1GB", {"replicate": 4, "shard": 2})
-    assert choice.trial.strategy == "hybrid_zero2"
-    assert choice.trial.exposed == pytest.approx(2 * whole * 3 / 4, rel=0.05)
-    choice = chosen(tower(), "1GB", {"shard": 8})
-    assert choice.trial.exposed == choice.trial.sent
-
-
-def test_roles_that_are_named_leave_their_strategies_alone() -> None:
-    for named, strategies in (
-        ({"replicate": "shard"}, ["ddp"]),
-        ({"shard": "shard"}, ["zero2"]),
-    ):
-        choice = chosen(tower(depth=2), "1GB", {"shard": 2}, dp_mesh_dims=DataParallelMeshDims(**named))
-        assert [trial.strategy for trial in choice.trials] == strategies
-    choice = chosen(tower(depth=2), "1GB", {"replicate": 2, "shard": 2})
     assert [trial.strategy for trial in choice.trials] == ["hybrid_zero2"]
+    assert choice.trial.exposed == pytest.approx(2 * whole * 3 / 4, rel=0.05)
+
+
+def test_roles_that_are_named_leave_their_strategies_alone_and_an_optimizer_and_a_loss_count() -> None:
+    seen: list[Any] = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.shape)
+        return output.pow(2).sum()
+
+    def only(role: str, **options: Any) -> Trial:
+        dims = DataParallelMeshDims(**{role: "shard"})
+        (trial,) = chosen(tower(depth=2), "1GB", {"shard": 2}, dp_mesh_dims=dims, **options).trials
+        return trial
+
+    sharded, with_state = only("shard"), only("replicate")
+    without = only("replicate", optimizer="sgd", loss=loss)
+    assert [each.strategy for each in (sharded, with_state, without)] == ["zero2", "ddp", "ddp"]
+    assert sharded.exposed == sharded.sent  # on one host
+    whole = sum(param.nbytes for param in tower(depth=2).parameters())
+    assert with_state.num_bytes - without.num_bytes == pytest.approx(2 * whole, rel=0.5)
+    assert set(seen) == {(4, 1)}
 
 
 class Arithmetic(Search):
@@ -191,7 +199,7 @@ class Arithmetic(Search):
         return Trial(strategy, kept, self.peak(count), "backward", sent, sent, self.order)
 
 
-@pytest.mark.parametrize("num_groups", range(1, 12))
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 7, 8, 11])
 def test_as_many_of_the_last_groups_are_kept_as_fit(num_groups: int) -> None:
     for usable in range(15, 20 + 10 * num_groups, 5):
         search = Arithmetic(num_groups, usable)
@@ -211,20 +219,6 @@ def test_what_cannot_fit_is_not_run() -> None:
     assert [(trial.strategy, bool(trial.where)) for trial in Arithmetic(8, usable=80)._trials()] == [
         ("ddp", True), ("zero2", True),
     ]  # fmt: skip
-
-
-def test_an_optimizer_and_a_loss_of_the_callers() -> None:
-    seen: list[Any] = []
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        seen.append(output.shape)
-        return output.pow(2).sum()
-
-    with_state = chosen(tower(), "1GB", {"shard": 2}).trials[0]
-    without = chosen(tower(), "1GB", {"shard": 2}, optimizer="sgd", loss=loss).trials[0]
-    whole = sum(param.nbytes for param in tower().parameters())
-    assert with_state.num_bytes - without.num_bytes == pytest.approx(2 * whole, rel=0.5)
-    assert set(seen) == {(4, 1)}
 
 
 # --- in a job -------------------------------------------------------------------------------------

@@ -15,21 +15,17 @@ Here the shard lies beside the full parameters that zero1 and zero2 keep: 4/N mo
 
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import cycle
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from comparing import assert_all_same
 from events import events_of
 from harness import World
-from meshed import Layout, device_mesh, gradients_of, refusal, tensors_of, whole
+from meshed import Layout, device_mesh, gradients_of, layout_inputs, refusal, tensors_of, whole
 from models import (
     Block,
     SquareBlock,
@@ -43,11 +39,9 @@ from models import (
     uneven_tower,
 )
 from reference import adamw, mean_of_squares
+from refusals import differences, portrait
 from strategies import (
-    ALL_PLANS,
-    ALWAYS,
     FLAT,
-    FOUR,
     HYBRID,
     STRATEGIES,
     Plan,
@@ -55,17 +49,9 @@ from strategies import (
     groups_of,
     live_bytes,
     plainly,
-    plans_for,
     rows,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -82,13 +68,18 @@ from shardwise import (
     shard_model,
 )
 
-by_plan = pytest.mark.parametrize(
-    ("plan", "world"),
-    [pytest.param(plan, plan.ranks, marks=() if plan in ALWAYS else pytest.mark.slow) for plan in ALL_PLANS],
-    indirect=["world"],
-    ids=str,
-)
-by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+
+def on(*plans: Plan, slowly: tuple[Plan, ...] = ()) -> pytest.MarkDecorator:
+    """On the world of each plan; ``slowly``: what is marked slow."""
+    cases = [pytest.param(plan, plan.ranks) for plan in plans]
+    cases += [pytest.param(plan, plan.ranks, marks=pytest.mark.slow) for plan in slowly]
+    return pytest.mark.parametrize(("plan", "world"), cases, indirect=["world"], ids=str)
+
+
+# Every strategy, on as few ranks as tell it from others.
+EACH = [Plan("ddp", 2), Plan("zero1", 2), Plan("zero2", 2), Plan("zero3", 2), Plan("hybrid", 4, 2)]
+each_and_slowly_more = on(*EACH, slowly=(Plan("hybrid_zero2", 4, 2), Plan("zero3", 4)))
+TWO_RANKS = Plan("zero3", 2)
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -114,11 +105,14 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, clips: bool) -> dict[str, Any]:
+def trained(
+    plan: Plan | None, name: str, microbatches: int, is_quiet: bool, clips: bool, **options: Any
+) -> dict[str, Any]:
+    """All but the last microbatch of each step are quiet, or none is; gradients are clipped, or not."""
     make, batch, loss_of = MODELS[name]
     model = built(make)
     if plan is not None:
-        assert plan.shard(model) is model
+        assert plan.shard(model, **options) is model
     optimizer = adamw(model)
     notes: dict[str, Any] = {}
     for step in range(2):
@@ -136,90 +130,47 @@ def trained(plan: Plan | None, name: str, microbatches: int, is_quiet: bool, cli
     return notes | tensors_of(model)
 
 
-# (model, microbatches, are all but the last quiet, is it clipped)
-TRAININGS = [
-    ("uneven", 2, True, True),
-    ("odd", 1, False, False),
-    ("text", 2, False, True),
-    ("text", 3, True, False),
-]
+@pytest.mark.parametrize(
+    ("plan", "world", "name", "microbatches", "is_quiet", "clips"),
+    [
+        pytest.param(plan, plan.ranks, *how, marks=marks)
+        for marks, plan, *how in [
+            ((), Plan("ddp", 2), "text", 2, False, True),
+            ((), Plan("ddp", 3), "odd", 1, False, False),
+            ((), Plan("zero1", 2), "text", 3, True, False),
+            ((), Plan("zero1", 3), "uneven", 2, True, True),
+            ((), Plan("zero2", 1), "odd", 2, True, True),
+            ((), Plan("zero2", 3), "uneven", 2, False, True),
+            ((), Plan("zero3", 2), "text", 2, False, True),
+            ((), Plan("zero3", 3), "odd", 2, True, False),
+            ((), Plan("hybrid", 2, 1), "text", 3, True, False),
+            ((), Plan("hybrid", 4, 2), "uneven", 2, True, True),
+            ((), Plan("hybrid_zero2", 4, 2), "odd", 2, False, True),
+            (pytest.mark.slow, Plan("ddp", 4), "uneven", 2, True, True),
+            (pytest.mark.slow, Plan("zero1", 4), "odd", 2, True, True),
+            (pytest.mark.slow, Plan("zero2", 4), "text", 3, True, False),
+            (pytest.mark.slow, Plan("zero3", 4), "uneven", 2, True, True),
+            (pytest.mark.slow, Plan("hybrid", 4, 2), "odd", 2, False, True),
+            (pytest.mark.slow, Plan("hybrid", 4, 2), "text", 2, False, True),
+            (pytest.mark.slow, Plan("hybrid_zero2", 2, 2), "uneven", 2, True, True),
+            (pytest.mark.slow, Plan("hybrid_zero2", 4, 2), "text", 3, True, False),
+        ]
+    ],
+    indirect=["world"],
+    ids=str,
+)
+def test_training_equals_plain_training(
+    world: World, plan: Plan, name: str, microbatches: int, is_quiet: bool, clips: bool
+) -> None:
+    how = (name, microbatches, is_quiet, clips)
+    assert_all_same(world.run(trained, plan, *how), plainly(trained, *how))
 
 
-def all_trained(plan: Plan | None) -> dict[str, Any]:
-    return {
-        f"{training}: {what}": value
-        for training in TRAININGS
-        for what, value in trained(plan, *training).items()
-    }
-
-
-@pytest.mark.sample(3)
-@by_plan
-def test_training_equals_plain_training(world: World, plan: Plan) -> None:
-    assert_all_same(world.run(all_trained, plan), plainly(all_trained))
-
-
-def placed(plan: Plan) -> dict[str, Any]:
-    model = plan.shard(built(uneven_tower))
-    assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
-    assert not any(isinstance(module, FSDPModule) for module in (model.blocks, model.inlet, model.outlet))
-    optimizer = adamw(model)
-    mean_of_squares(model, rows(plan, uneven_batch(0, 12))).backward()
-    optimizer.step()
-    found: dict[str, Any] = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        assert isinstance(param.grad, DTensor)
-        moment = optimizer.state[param]["exp_avg"]
-        assert param.placements == param.grad.placements == moment.placements
-        found[name] = (param.placements, len(param.to_local()), tuple(param.device_mesh.shape))
-    return found
-
-
-@pytest.mark.sample(3)
-@by_four
-def test_each_strategy_has_its_own_placements(world4: World, plan: Plan) -> None:
-    rows = {name: len(param) for name, param in uneven_tower().named_parameters()}
-    want = {
-        **dict.fromkeys(FLAT, (Shard(0),)),
-        **dict.fromkeys(HYBRID, (Replicate(), Shard(0))),
-        "ddp": (Replicate(),),
-    }
-    for rank, found in enumerate(world4.run(placed, plan)):
-        for name, (placements, num_rows, mesh) in found.items():
-            chunk = -(-rows[name] // plan.shards)
-            mine = rank % plan.shards
-            assert placements == want[plan.strategy]
-            assert num_rows == max(0, min(rows[name], (mine + 1) * chunk) - mine * chunk)
-            assert mesh == plan.layout.shape
-
-
-def low_precision(plan: Plan | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    torch.manual_seed(1234)
-    model = uneven_tower()
-    assert plan is not None
-    plan.shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_of_squares(model, rows(plan, uneven_batch(step, 12).float())).backward()
-        optimizer.step()
-    return tensors_of(model)  # type: ignore[return-value]
-
-
-@pytest.mark.slow
-def test_strategies_agree_in_low_precision(world4: World) -> None:
-    """All compute the same in bfloat16 and add up in float32, in another order; that may turn the rounding
-    of a weight to bfloat16 in the next forward: a few of its epsilons of the gradient, times the rate."""
-    first, *_ = world4.run(low_precision, FOUR[0], torch.bfloat16)
-    exact, *_ = world4.run(low_precision, FOUR[0], torch.float32)
-    assert all(not torch.equal(first[name], exact[name]) for name in first if "gradient" in name)
-    for plan in FOUR[1:]:
-        for found in world4.run(low_precision, plan, torch.bfloat16):
-            for name, want in first.items():
-                atol = 8 * 2**-8 * 0.05 if "gradient" not in name else 8 * 2**-8 * want.abs().max().item()
-                torch.testing.assert_close(found[name], want, rtol=0.0, atol=atol, msg=name)
+def gradients(plan: Plan | None, model: nn.Module, microbatches: int = 1) -> dict[str, Any]:
+    """Of the uneven tower's first batches, added up."""
+    for microbatch in range(microbatches):
+        mean_of_squares(model, rows(plan, uneven_batch(microbatch, 12))).backward()
+    return gradients_of(model)
 
 
 def edited(plan: Plan | None) -> dict[str, Any]:
@@ -239,66 +190,9 @@ def edited(plan: Plan | None) -> dict[str, Any]:
     return {**tensors_of(model), **{f"output {i}": output for i, output in enumerate(outputs)}}
 
 
-@pytest.mark.sample(3)
-@by_four
-def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world4: World, plan: Plan) -> None:
-    assert_all_same(world4.run(edited, plan), plainly(edited))
-
-
-# --- the same checkpoint --------------------------------------------------------------------------
-
-
-def checkpointed(folder: str, plans: list[Plan]) -> list[str]:
-    """Save after two steps under each strategy, load under three others, go on: what differs from plain."""
-    want = dict(trained_on(None, built(uneven_tower), range(4)))
-    midway = dict(trained_on(None, built(uneven_tower), range(2)))
-    for plan in plans:
-        model = plan.shard(built(uneven_tower))
-        optimizer = adamw(model)
-        list(trained_on(plan, model, range(2), optimizer))
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-        dcp.save(state, checkpoint_id=f"{folder}/{plan}")
-    wrong = []
-    for index, first in enumerate(plans):
-        for second in (plans[index - 1], plans[index - 2], plans[index - 3]):
-            torch.manual_seed(99)
-            model = second.shard(uneven_tower().double())
-            optimizer = adamw(model)
-            state = {
-                "model": get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.load(state, checkpoint_id=f"{folder}/{first}")
-            set_model_state_dict(model, state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
-            everything = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            assert everything.keys() == dict(model.named_parameters()).keys()
-            for name, value in everything.items():
-                if not torch.allclose(value, midway[name], rtol=0.0, atol=1e-10):
-                    wrong.append(f"{first} to {second}: {name} as loaded")
-            for name, value in trained_on(second, model, range(2, 4), optimizer):
-                if not torch.allclose(value, want[name], rtol=0.0, atol=1e-10):
-                    wrong.append(f"{first} to {second}: {name}")
-    return wrong
-
-
-def trained_on(plan: Plan | None, model: nn.Module, steps: Any, optimizer: Any = None) -> Any:
-    optimizer = optimizer or adamw(model)
-    for step in steps:
-        optimizer.zero_grad()
-        mean_of_squares(model, rows(plan, uneven_batch(step, 12))).backward()
-        optimizer.step()
-    for name, param in model.named_parameters():
-        yield name, whole(param)
-
-
-@pytest.mark.slow
-def test_any_strategy_loads_what_any_other_has_saved(world2: World, tmp_path: Path) -> None:
-    plans = [plan for plan in plans_for(2) if plan.hosts == (2 if plan.strategy in HYBRID else 1)]
-    assert world2.run(checkpointed, str(tmp_path), plans) == [[], []]
+@on(Plan("ddp", 2), Plan("zero1", 3), Plan("zero2", 2), Plan("zero3", 2), Plan("hybrid_zero2", 2, 2))
+def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(edited, plan), plainly(edited))
 
 
 def loaded_whole(plan: Plan) -> dict[str, Any]:
@@ -308,10 +202,9 @@ def loaded_whole(plan: Plan) -> dict[str, Any]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
-@pytest.mark.sample(3)
-@by_four
-def test_a_plain_checkpoint_is_loaded_by_every_strategy(world4: World, plan: Plan) -> None:
-    assert_all_same(world4.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
+@on(Plan("ddp", 2), Plan("zero3", 3), Plan("hybrid", 4, 2))
+def test_a_plain_checkpoint_is_loaded_over_shards_replicas_and_both(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
 
 
 # --- what travels ---------------------------------------------------------------------------------
@@ -337,13 +230,12 @@ class Squares(nn.Module):
 IN_BLOCK, IN_ROOT = 2 * WIDTH * WIDTH * 4, WIDTH * WIDTH * 4  # bytes
 
 
-def sent_in_a_step(plan: Plan, microbatches: int, is_quiet: bool) -> list[tuple[float, float]]:
-    """Of two steps, after one to warm up: bytes that travel point to point, and in sums."""
+def sent_in_a_step(plan: Plan, microbatches: int, is_quiet: bool) -> tuple[float, float]:
+    """After a step to warm up: bytes that travel point to point, and in sums."""
     torch.manual_seed(0)
     model = plan.shard(Squares())
     optimizer = adamw(model)
-    sent = []
-    for _ in range(3):
+    for _ in range(2):
         with Wire() as wire:
             for microbatch in range(microbatches):
                 waits = is_quiet and microbatch < microbatches - 1
@@ -351,8 +243,7 @@ def sent_in_a_step(plan: Plan, microbatches: int, is_quiet: bool) -> list[tuple[
                     model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        sent.append((wire.messages, wire.sums))
-    return sent[1:]
+    return wire.messages, wire.sums
 
 
 # By strategy and (microbatches, quiet): how many times blocks' bytes travel over the shards, and those of the
@@ -368,19 +259,17 @@ TRAVELS: dict[str, dict[tuple[int, bool], tuple[int, int, int]]] = {
 }
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
-def test_as_many_bytes_travel_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
+@each_and_slowly_more
+def test_as_many_bytes_travel_as_the_formulas_say(world: World, plan: Plan) -> None:
     """Exactly. zero3's root counts twice where its blocks count three times: it is kept after forward, since
     backward begins with it, and so is the last block."""
-    world: World = request.getfixturevalue(f"world{plan.ranks}")
     shards, replicas = plan.shards, plan.ranks // plan.shards
     for (microbatches, is_quiet), (freed, kept, sums) in TRAVELS[plan.strategy].items():
         messages = (freed * 2 * IN_BLOCK + kept * (IN_ROOT + IN_BLOCK)) * (shards - 1) / shards
         # Each replica of a shard of 1 / shards of the gradients.
         in_sums = sums * 2 * (replicas - 1) / replicas * (3 * IN_BLOCK + IN_ROOT) / shards
-        for steps in world.run(sent_in_a_step, plan, microbatches, is_quiet):
-            assert steps == [(messages, in_sums)] * 2, (microbatches, is_quiet)
+        for sent in world.run(sent_in_a_step, plan, microbatches, is_quiet):
+            assert sent == (messages, in_sums), (microbatches, is_quiet)
 
 
 def agreements(strategy: str) -> list[int]:
@@ -509,10 +398,8 @@ def formulas(plan: Plan) -> dict[str, float]:
     }
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("plan", [Plan("zero1", 2), Plan("zero3", 2), *FOUR], ids=str)
-def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, plan: Plan) -> None:
-    world: World = request.getfixturevalue(f"world{plan.ranks}")
+@each_and_slowly_more
+def test_as_much_is_held_as_the_formulas_say(world: World, plan: Plan) -> None:
     for found in world.run(held, plan):
         for when, (least, most) in limits(plan).items():
             assert least <= found[when] <= most, (when, least, most, found)
@@ -522,34 +409,37 @@ def test_as_much_is_held_as_the_formulas_say(request: pytest.FixtureRequest, pla
 
 
 def default_meshes(local: str | None) -> dict[str, Any]:
-    """What mesh and which ranks each strategy takes when it is told nothing."""
+    """What mesh and which ranks each strategy takes when it is told nothing: hybrids, but of the host."""
     found: dict[str, Any] = {}
     with mock.patch.dict(os.environ):
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         if local is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local
-        for strategy in STRATEGIES:
-            if local is None and strategy in HYBRID:
-                continue
+        for strategy in FLAT if local is None else HYBRID:
             model = shard_model(built(even_tower), strategy=strategy)
             weight = model.blocks[0].up.weight
-            found[strategy] = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
+            where = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
+            found[strategy] = (weight.placements, *where)
             mean_of_squares(model, random_batch(0, 12)[dist.get_rank() * 3 :][:3]).backward()
             found[f"gradient under {strategy}"] = whole(weight.grad)
     return found
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("local", [None, "1", "2", "4"])
-def test_hybrids_shard_over_the_ranks_of_a_host_by_default(world4: World, local: str | None) -> None:
+@pytest.mark.parametrize(
+    "local", [None, "2", *(pytest.param(local, marks=pytest.mark.slow) for local in ("1", "4"))]
+)
+def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host(
+    world4: World, local: str | None
+) -> None:
     model = built(even_tower)
     mean_of_squares(model, random_batch(0, 12)).backward()
     hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
     for found in world4.run(default_meshes, local):
-        assert found["ddp"] == ([0, 1, 2, 3], 16)
-        assert all(found[strategy] == ([0, 1, 2, 3], 4) for strategy in FLAT[1:])
-        if local is not None:
-            want = (hosts[local], 16 // int(local))
+        if local is None:
+            assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
+            assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
+        else:
+            want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
             assert all(found[strategy] == want for strategy in HYBRID)
         for name, value in found.items():
             if "gradient" in name:
@@ -594,13 +484,9 @@ def tensor_parallel(strategy: str | None) -> dict[str, Any]:
         shard_model(model, strategy=strategy, mesh=mesh)
     optimizer = adamw(model)
     for microbatch in range(3):
-        inputs = random_batch(microbatch, 12)
-        if layout is not None:
-            index, count = layout.seat()
-            inputs = inputs[index * (12 // count) :][: 12 // count]
         waits = layout is not None and microbatch == 0
         with shardwise.no_sync(model) if waits else nullcontext():
-            mean_of_squares(model, inputs).backward()
+            mean_of_squares(model, layout_inputs(layout, microbatch)).backward()
         if microbatch == 1:
             optimizer.step()
     return tensors_of(model)
@@ -618,9 +504,7 @@ def by_roles(strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
     model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
-    for step in range(2):
-        mean_of_squares(model, rows(Plan("zero3", 4), uneven_batch(step, 12))).backward()
-    return {**gradients_of(model), "rows": len(model.inlet.weight.to_local())}
+    return {**gradients(Plan("zero3", 4), model), "rows": len(model.inlet.weight.to_local())}
 
 
 ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
@@ -639,10 +523,7 @@ ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
 def test_meshes_may_have_no_names_or_roles_by_name(
     world4: World, strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
 ) -> None:
-    model = built(uneven_tower)
-    for step in range(2):
-        mean_of_squares(model, uneven_batch(step, 12)).backward()
-    want = {n: v for n, v in tensors_of(model).items() if n.startswith("gradient")}
+    want = gradients(None, built(uneven_tower))
     for found in world4.run(by_roles, strategy, dims, names):
         local = found.pop("rows")
         assert local in (rows, 7 % rows or rows)  # the last ranks have what is left
@@ -723,27 +604,7 @@ def overridden(name: str) -> tuple[dict[str, str], dict[str, Any]]:
         assert model.blocks[0].up.weight.placements == (Shard(0),)
     if any("bfloat16" in text for text in found.values()):
         return found, {}
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for microbatch in range(2):
-            with shardwise.no_sync(model) if microbatch == 0 else nullcontext():
-                mean_of_squares(
-                    model, rows(Plan("zero3", 2), uneven_batch(2 * step + microbatch, 12))
-                ).backward()
-        optimizer.step()
-    return found, tensors_of(model)
-
-
-def accumulated_plainly(_: None) -> dict[str, Any]:
-    model = built(uneven_tower)
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for microbatch in range(2):
-            mean_of_squares(model, uneven_batch(2 * step + microbatch, 12)).backward()
-        optimizer.step()
-    return tensors_of(model)
+    return found, trained(TWO_RANKS, "uneven", 2, True, False, overrides=overrides)
 
 
 @pytest.mark.sample(5)
@@ -756,7 +617,7 @@ def test_overrides_apply_to_what_they_name(world2: World, name: str) -> None:
             want = {key: text for key, text in want.items() if key != "blocks.1"}
         assert found == want
         if tensors:
-            assert_all_same([tensors], plainly(accumulated_plainly))
+            assert_all_same([tensors], plainly(trained, "uneven", 2, True, False))
 
 
 def other_arguments() -> dict[str, Any]:
@@ -772,82 +633,44 @@ def other_arguments() -> dict[str, Any]:
     groups = [block._shardwise_state.group for block in model.blocks]
     assert [group.policy is policy for group in groups] == [True, False, False]
     assert [block.up.weight.device_mesh.ndim for block in model.blocks] == [1, 2, 1]
-    mean_of_squares(model, rows(Plan("zero3", 4), uneven_batch(0, 12))).backward()
-    return gradients_of(model)
+    return gradients(Plan("zero3", 4), model)
 
 
 def test_overrides_may_change_mesh_policies_and_storage(world4: World) -> None:
-    model = built(uneven_tower)
-    mean_of_squares(model, uneven_batch(0, 12)).backward()
-    assert_all_same(world4.run(other_arguments), gradients_of(model))
+    assert_all_same(world4.run(other_arguments), gradients(None, built(uneven_tower)))
 
 
 # --- which modules --------------------------------------------------------------------------------
 
 
 def buckets_of(cap: float | None, overrides: dict[str, Any] | None) -> tuple[list[list[str]], dict[str, Any]]:
-    torch.manual_seed(1234)
-    model = nn.ModuleDict({"tower": even_tower(), "second": even_tower()}).double()
-    for tower in model.values():
-        shard_model(tower, bucket_cap_mb=cap, overrides=overrides)
-    for tower in model.values():
-        mean_of_squares(tower, rows(Plan("zero3", 2), random_batch(0, 12))).backward()
-    return groups_of(model["tower"]), gradients_of(model)
+    model = shard_model(built(uneven_tower), bucket_cap_mb=cap, overrides=overrides)
+    return groups_of(model), gradients(TWO_RANKS, model)
 
 
-SMALL = 8 + 8 + 8 * 16 + 16 + 16 * 8 + 8  # numbers in a block of the even tower; 8 bytes each
-MB = 1e-6
-
-BUCKETS: dict[str, tuple[float | None, dict[str, Any] | None, list[list[str]]]] = {
-    "no cap": (None, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
-    "room for one": (SMALL * 8 * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
-    "room for none": (SMALL * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
-    "room for two": (2 * SMALL * 8 * MB, None, [[""], ["blocks.0", "blocks.1"], ["blocks.2"]]),
-    "a byte less": ((2 * SMALL * 8 - 1) * MB, None, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
-    "room for all": (25, None, [[""], ["blocks.0", "blocks.1", "blocks.2"]]),
-    "one is different": (25, {"blocks.1": "zero2"}, [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]),
-    "two are different": (25, {"blocks.[12]": "zero2"}, [[""], ["blocks.0"], ["blocks.1", "blocks.2"]]),
-}
+BLOCK_MB = 8e-6 * (7 + 7 + 7 * 13 + 13 + 13 * 7 + 7)  # of a block of the uneven tower, in float64
+EACH_ALONE = [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", BUCKETS)
-def test_neighbours_share_a_group_up_to_the_cap(world2: World, name: str) -> None:
-    cap, overrides, want = BUCKETS[name]
-    torch.manual_seed(1234)
-    model = nn.ModuleDict({"tower": even_tower(), "second": even_tower()}).double()
-    for tower in model.values():
-        mean_of_squares(tower, random_batch(0, 12)).backward()
-    for groups, gradients in world2.run(buckets_of, cap, overrides):
+@pytest.mark.parametrize(
+    ("cap", "overrides", "want"),
+    [
+        (None, None, EACH_ALONE),
+        (2 * BLOCK_MB, None, [[""], ["blocks.0", "blocks.1"], ["blocks.2"]]),
+        (2 * BLOCK_MB - 1e-6, None, EACH_ALONE),
+        (25, {"blocks.[12]": "zero2"}, [[""], ["blocks.0"], ["blocks.1", "blocks.2"]]),
+    ],
+    ids=["no cap", "room for two", "a byte less", "two are different"],
+)
+def test_neighbours_share_a_group_up_to_the_cap(world2: World, cap: Any, overrides: Any, want: Any) -> None:
+    """Which ones is tested in test_wrap.py."""
+    plain = gradients(None, built(uneven_tower))
+    for groups, found in world2.run(buckets_of, cap, overrides):
         assert groups == want
-        assert_all_same([gradients], gradients_of(model))
+        assert_all_same([found], plain)
 
 
-class Branching(nn.Module):
-    """Blocks in two lists: neighbours in the order of the tree, but no siblings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(Block(8, 16) for _ in range(2))
-        self.right = nn.ModuleList(Block(8, 16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, right in zip(cycle([0, 1]), self.right, strict=False):
-            x = self.left[index](x) + right(x)
-        return x.sum(-1, keepdim=True)
-
-
-def siblings() -> list[list[str]]:
-    return groups_of(shard_model(built(Branching), bucket_cap_mb=25))
-
-
-def test_only_siblings_share_a_group(world2: World) -> None:
-    want = [["left.0", "left.1"], ["right.0", "right.1"]]
-    for groups in world2.run(siblings):
-        assert [group for group in groups if group != [""]] == want
-
-
-def ignoring(trains: bool, microbatches: int) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+def ignoring(trains: bool) -> tuple[list[str], list[list[str]], dict[str, Any]]:
     """The second block is left alone: plain parameters, this rank's own gradients."""
     model = built(uneven_tower)
     model.blocks[1].requires_grad_(trains)
@@ -857,8 +680,7 @@ def ignoring(trains: bool, microbatches: int) -> tuple[list[str], list[list[str]
     plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     assert all(name.startswith("blocks.1.") for name in plain)
     assert len(plain) == 6
-    for microbatch in range(microbatches):
-        mean_of_squares(model, rows(Plan("zero3", 2), uneven_batch(microbatch, 12))).backward()
+    gradients(TWO_RANKS, model, microbatches=2)
     for param in model.blocks[1].parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -870,13 +692,12 @@ def ignoring(trains: bool, microbatches: int) -> tuple[list[str], list[list[str]
 def test_ignored_modules_are_left_alone(world2: World, trains: bool) -> None:
     model = built(uneven_tower)
     model.blocks[1].requires_grad_(trains)
-    for microbatch in range(2):
-        mean_of_squares(model, uneven_batch(microbatch, 12)).backward()
-    for messages, groups, gradients in world2.run(ignoring, trains, 2):
+    want = gradients(None, model, microbatches=2)
+    for messages, groups, found in world2.run(ignoring, trains):
         assert groups == [[""], ["blocks.0"], ["blocks.2"]]
         assert bool(messages) is trains
         assert all("blocks.1.norm.weight" in text and "ignored" in text for text in messages)
-        assert_all_same([gradients], gradients_of(model))
+        assert_all_same([found], want)
 
 
 def ignored_inside() -> list[list[str]]:
@@ -894,7 +715,7 @@ def test_a_part_of_a_block_may_be_ignored(world2: World) -> None:
     assert world2.run(ignored_inside) == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
 
 
-def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
+def one_sharded_before(strategy: str, cap: float | None) -> dict[str, Any]:
     """One block was sharded by hand: it stays as it is."""
     model = built(uneven_tower)
     fully_shard(model.blocks[1], reshard_after_forward=False)
@@ -904,16 +725,12 @@ def name_of_replaced(strategy: str, cap: float | None) -> dict[str, Any]:
     assert model.blocks[1]._shardwise_state is module_state
     assert module_state.group.settings.reshard_after_forward is False
     assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
-    mean_of_squares(model, rows(Plan("zero3", 2), uneven_batch(0, 12))).backward()
-    return gradients_of(model)
+    return gradients(TWO_RANKS, model)
 
 
-@pytest.mark.parametrize("cap", [None, 25])
-def test_a_module_sharded_before_stays_as_it_is(world2: World, cap: float | None) -> None:
-    model = built(uneven_tower)
-    mean_of_squares(model, uneven_batch(0, 12)).backward()
-    for strategy in ("zero3", "zero1", "ddp"):
-        assert_all_same(world2.run(name_of_replaced, strategy, cap), gradients_of(model))
+@pytest.mark.parametrize(("strategy", "cap"), [("zero3", None), ("zero1", 25), ("ddp", 25)])
+def test_a_module_sharded_before_stays_as_it_is(world2: World, strategy: str, cap: float | None) -> None:
+    assert_all_same(world2.run(one_sharded_before, strategy, cap), gradients(None, built(uneven_tower)))
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -965,27 +782,20 @@ def test_a_root_that_keeps_most_parameters_is_told_of(world2: World) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refused(cases: dict[str, tuple[dict[str, Any], list[str]]]) -> dict[str, str]:
-    """How each is refused. The model stays as it was and can still be sharded."""
-    messages = {}
-    for name, (options, _) in cases.items():
-        model = built(uneven_tower)
-        before = dict(model.named_parameters())
-        classes = [type(module) for module in model.modules()]
-        made = {key: value() if callable(value) else value for key, value in options.items()}
-        local = made.pop("local", "2")
-        with mock.patch.dict(os.environ):
-            os.environ.pop("LOCAL_WORLD_SIZE", None)
-            if local is not None:
-                os.environ["LOCAL_WORLD_SIZE"] = local[dist.get_rank()] if isinstance(local, list) else local
-            messages[name] = refusal(shard_model, model, **made)
-        assert [type(module) for module in model.modules()] == classes, name
-        after = dict(model.named_parameters())
-        assert after.keys() == before.keys(), name
-        assert all(after[key] is before[key] for key in before), name
-        assert all(type(param) is nn.Parameter for param in after.values()), name
-    mean_of_squares(shard_model(model), uneven_batch(0, 3)).backward()
-    return messages
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def sharded_before() -> Any:
+    return shard_model(built(uneven_tower))
 
 
 def line() -> Any:
@@ -1000,211 +810,162 @@ def cube() -> Any:
     return device_mesh((1, 2, 2), ("a", "b", "c"))
 
 
-def dims(**names: str) -> Callable[[], DataParallelMeshDims]:
-    class Made:
-        def __call__(self) -> DataParallelMeshDims:
-            return DataParallelMeshDims(**names)
-
-    return Made()
+def case(*words: str, **options: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What is passed to `shard_model`, and words of what the caller is told."""
+    return options, words
 
 
+SHARDS = {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="shard")}
+BOTH = {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="shard", replicate="replicate")}
+FSDP1S = {
+    "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hybrid", "NO_SHARD": "ddp",
+}  # fmt: skip
 HOW = "init_device_mesh"
-REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "unknown": ({"strategy": "zero4"}, ["ValueError", "'zero4'", *STRATEGIES]),
-    "no string": ({"strategy": 3}, ["TypeError", "strategy", "3", "int"]),
-    "FSDP1's": (
-        {"strategy": "FULL_SHARD"},
-        ["ValueError", "'FULL_SHARD'. What FSDP1 calls FULL_SHARD is 'zero3'"],
+REFUSALS = {
+    "unknown": case("ValueError", "'zero4'", *STRATEGIES, strategy="zero4"),
+    "no string": case("TypeError", "strategy", "3", "int", strategy=3),
+    **{
+        f"FSDP1's {theirs}": case(
+            "ValueError", f"'{theirs}'. What FSDP1 calls {theirs} is '{ours}'", strategy=theirs
+        )
+        for theirs, ours in FSDP1S.items()
+    },
+    "FSDP1's enum": case("ValueError", "'hybrid_zero2' here", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "an override by FSDP1's": case(
+        "ValueError", "in the override for 'blocks.1'", "'ddp' here", overrides={"blocks.1": "NO_SHARD"}
     ),
-    "FSDP1's second": ({"strategy": "SHARD_GRAD_OP"}, ["ValueError", "'zero2' here"]),
-    "FSDP1's third": ({"strategy": "HYBRID_SHARD"}, ["ValueError", "'hybrid' here"]),
-    "FSDP1's last": ({"strategy": "NO_SHARD"}, ["ValueError", "'ddp' here"]),
-    "FSDP1's enum": (
-        {"strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
-        ["ValueError", "'_HYBRID_SHARD_ZERO2'", "'hybrid_zero2' here"],
+    "zero3 on two dimensions": case("ValueError", "zero3", "hybrid", "2", mesh=square),
+    "hybrid on one dimension": case(
+        "ValueError", "hybrid", "replicate", "shard", mesh=line, strategy="hybrid"
     ),
-    "an override by FSDP1's": (
-        {"overrides": {"blocks.1": "NO_SHARD"}},
-        ["ValueError", "in the override for 'blocks.1'", "'ddp' here"],
+    "three dimensions": case("ValueError", "3", mesh=cube, strategy="hybrid"),
+    "no mesh": case("TypeError", "mesh", mesh="cpu"),
+    "hosts unknown": case("LOCAL_WORLD_SIZE", HOW, "replicate", strategy="hybrid", local=None),
+    "hosts uneven": case("LOCAL_WORLD_SIZE", "3", "4", HOW, strategy="hybrid", local="3"),
+    "hosts no number": case("LOCAL_WORLD_SIZE", "two", HOW, strategy="hybrid_zero2", local="two"),
+    "hosts zero": case("LOCAL_WORLD_SIZE", "0", HOW, strategy="hybrid", local="0"),
+    "hosts unlike": case("LOCAL_WORLD_SIZE", HOW, strategy="hybrid", local=["2", "2", "2", "4"]),
+    "ddp cannot shard": case(
+        "'ddp' needs dp_mesh_dims to name dimensions to replicate over", strategy="ddp", **SHARDS
     ),
-    "zero3 on two dimensions": ({"mesh": square}, ["ValueError", "zero3", "hybrid", "2"]),
-    "zero1 on two dimensions": ({"mesh": square, "strategy": "zero1"}, ["ValueError", "zero1"]),
-    "ddp on two dimensions": ({"mesh": square, "strategy": "ddp"}, ["ValueError", "ddp"]),
-    "hybrid on one dimension": (
-        {"mesh": line, "strategy": "hybrid"},
-        ["ValueError", "hybrid", "replicate", "shard"],
+    "zero2 cannot do both": case(
+        "'zero2' needs dp_mesh_dims to name dimensions to shard over", strategy="zero2", **BOTH
     ),
-    "hybrid_zero2 on one dimension": (
-        {"mesh": line, "strategy": "hybrid_zero2"},
-        ["ValueError", "hybrid_zero2"],
+    "hybrid needs both": case(
+        "'hybrid' needs dp_mesh_dims to name dimensions to replicate and to shard over",
+        strategy="hybrid",
+        **SHARDS,
     ),
-    "three dimensions": ({"mesh": cube, "strategy": "hybrid"}, ["ValueError", "3"]),
-    "no mesh": ({"mesh": "cpu"}, ["TypeError", "mesh"]),
-    "hosts unknown": ({"strategy": "hybrid", "local": None}, ["LOCAL_WORLD_SIZE", HOW, "replicate"]),
-    "hosts uneven": ({"strategy": "hybrid", "local": "3"}, ["LOCAL_WORLD_SIZE", "3", "4", HOW]),
-    "hosts no number": ({"strategy": "hybrid_zero2", "local": "two"}, ["LOCAL_WORLD_SIZE", "two", HOW]),
-    "hosts zero": ({"strategy": "hybrid", "local": "0"}, ["LOCAL_WORLD_SIZE", "0", HOW]),
-    "hosts unlike": ({"strategy": "hybrid", "local": ["2", "2", "2", "4"]}, ["LOCAL_WORLD_SIZE", HOW]),
-    "ddp cannot shard": (
-        {"strategy": "ddp", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
-        ["ValueError", "ddp", "replicate", "dp_mesh_dims"],
+    "dims without a mesh": case("Error", "mesh", dp_mesh_dims=DataParallelMeshDims(shard="shard")),
+    "unknown dim": case("ValueError", "rows", mesh=square, dp_mesh_dims=DataParallelMeshDims(shard="rows")),
+    "override of nothing": case(
+        "ValueError", "override", "layers.*", "blocks.0", overrides={"layers.*": "zero2"}
     ),
-    "ddp cannot do both": (
-        {"strategy": "ddp", "mesh": square, "dp_mesh_dims": dims(shard="shard", replicate="replicate")},
-        ["ValueError", "ddp", "dp_mesh_dims"],
+    "override of what is not chosen": case("ValueError", "inlet", "wrap", overrides={"inlet": "zero2"}),
+    "override of an absent class": case("ValueError", "LSTM", "blocks.0", overrides={nn.LSTM: "zero2"}),
+    "override by an unknown strategy": case(
+        "ValueError", "zero5", "blocks.1", *STRATEGIES, overrides={"blocks.1": "zero5"}
     ),
-    "zero3 cannot replicate": (
-        {"mesh": square, "dp_mesh_dims": dims(replicate="replicate")},
-        ["ValueError", "zero3", "shard", "dp_mesh_dims"],
+    "override with an unknown key": case(
+        "ValueError", "precision", "blocks.1", "mp_policy", overrides={"blocks.1": {"precision": "bf16"}}
     ),
-    "zero2 cannot do both": (
-        {"strategy": "zero2", "mesh": square, "dp_mesh_dims": dims(shard="shard", replicate="replicate")},
-        ["ValueError", "zero2", "dp_mesh_dims"],
+    "override by a number": case("TypeError", "blocks.1", "int", overrides={"blocks.1": 2}),
+    "override of a number": case("TypeError", "overrides", "int", overrides={1: "zero2"}),
+    "overrides no mapping": case("TypeError", "overrides", "list", overrides=["blocks.1"]),
+    "override that does not fit its mesh": case(
+        "ValueError", "zero3", overrides=lambda: {"blocks.1": {"mesh": square()}}
     ),
-    "hybrid needs both": (
-        {"strategy": "hybrid", "mesh": square, "dp_mesh_dims": dims(shard="shard")},
-        ["ValueError", "hybrid", "replicate", "dp_mesh_dims"],
+    "cap of nothing": case("ValueError", "bucket_cap_mb", "0", bucket_cap_mb=0),
+    "cap of text": case("TypeError", "bucket_cap_mb", "str", bucket_cap_mb="25"),
+    "ignored no modules": case("TypeError", "ignored_modules", "str", ignored_modules=["blocks.1"]),
+    "ignored no list": case("TypeError", "ignored_modules", "int", ignored_modules=3),
+    "mp_policy": case("TypeError", "mp_policy", mp_policy=torch.bfloat16),
+    "unknown precision": case(
+        "ValueError: shard_model: there is no mp_policy 'bf61'",
+        "'bf16'",
+        "'fp16'",
+        "MixedPrecisionPolicy",
+        mp_policy="bf61",
     ),
-    "dims without a mesh": ({"dp_mesh_dims": dims(shard="shard")}, ["Error", "mesh"]),
-    "unknown dim": ({"mesh": square, "dp_mesh_dims": dims(shard="rows")}, ["ValueError", "rows"]),
-    "override of nothing": (
-        {"overrides": {"layers.*": "zero2"}},
-        ["ValueError", "override", "layers.*", "blocks.0"],
+    "unknown storage": case(
+        "ValueError: shard_model: there is no offload_policy 'disk'",
+        "'cpu'",
+        "CPUOffloadPolicy",
+        offload_policy="disk",
     ),
-    "override of what is not chosen": (
-        {"overrides": {"inlet": "zero2"}},
-        ["ValueError", "inlet", "wrap"],
+    "comm_policy": case("TypeError", "comm_policy", comm_policy=3),
+    "placement out of range": case("ValueError", "5", shard_placement_fn=lambda: lambda param: Shard(5)),
+}
+
+
+LATE = {  # some groups could be sharded before
+    "placement in the last block": case(
+        "ValueError", "blocks.2", "5", overrides={"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}
     ),
-    "override of an absent class": (
-        {"overrides": {nn.LSTM: "zero2"}},
-        ["ValueError", "LSTM", "blocks.0"],
+    "precision of the root": case("TypeError", "mp_policy", overrides={"": {"mp_policy": 16}}),
+    "storage of the last block": case(
+        "ValueError",
+        "the override for 'blocks.2': there is no offload_policy 'host'",
+        overrides={"blocks.2": {"offload_policy": "host"}},
     ),
-    "override by an unknown strategy": (
-        {"overrides": {"blocks.1": "zero5"}},
-        ["ValueError", "zero5", "blocks.1", *STRATEGIES],
-    ),
-    "override with an unknown key": (
-        {"overrides": {"blocks.1": {"precision": "bf16"}}},
-        ["ValueError", "precision", "blocks.1", "mp_policy"],
-    ),
-    "override by a number": ({"overrides": {"blocks.1": 2}}, ["TypeError", "blocks.1", "int"]),
-    "override of a number": ({"overrides": {1: "zero2"}}, ["TypeError", "overrides", "int"]),
-    "overrides no mapping": ({"overrides": ["blocks.1"]}, ["TypeError", "overrides", "list"]),
-    "override that does not fit its mesh": (
-        {"overrides": lambda: {"blocks.1": {"mesh": square()}}},
-        ["ValueError", "zero3"],
-    ),
-    "cap of nothing": ({"bucket_cap_mb": 0}, ["ValueError", "bucket_cap_mb", "0"]),
-    "cap below nothing": ({"bucket_cap_mb": -1.5}, ["ValueError", "bucket_cap_mb", "-1.5"]),
-    "cap of text": ({"bucket_cap_mb": "25"}, ["TypeError", "bucket_cap_mb", "str"]),
-    "cap of truth": ({"bucket_cap_mb": True}, ["TypeError", "bucket_cap_mb", "bool"]),
-    "ignored no modules": ({"ignored_modules": ["blocks.1"]}, ["TypeError", "ignored_modules", "str"]),
-    "ignored no list": ({"ignored_modules": 3}, ["TypeError", "ignored_modules", "int"]),
-    "mp_policy": ({"mp_policy": torch.bfloat16}, ["TypeError", "mp_policy"]),
-    "unknown precision": (
-        {"mp_policy": "bf61"},
-        ["ValueError: shard_model: there is no mp_policy 'bf61'", "'bf16'", "'fp16'", "MixedPrecisionPolicy"],
-    ),
-    "unknown storage": (
-        {"offload_policy": "disk"},
-        ["ValueError: shard_model: there is no offload_policy 'disk'", "'cpu'", "CPUOffloadPolicy"],
-    ),
-    "comm_policy": ({"comm_policy": 3}, ["TypeError", "comm_policy"]),
-    "placement out of range": (
-        {"shard_placement_fn": lambda: lambda param: Shard(5)},
-        ["ValueError", "5"],
+    "part of the last block": case(
+        "ValueError", "reshard_after_forward", "3", overrides={"blocks.2": {"reshard_after_forward": 3}}
     ),
 }
 
 
+TIED = "ValueError: shard_model: embed.weight and head.weight are tied"
+OTHER_MODELS = {
+    "sharded before": case("ValueError: ", "Tower", "already", model=sharded_before),
+    "sharded by hand": case(
+        "ValueError: ", "Tower", "already", model=lambda: fully_shard(built(uneven_tower))
+    ),
+    "a block of what is sharded": case("ValueError: ", model=lambda: sharded_before().blocks[1]),
+    "a list": case("TypeError: ", "list", model=lambda: [even_tower()]),
+    "a container": case("ValueError: ", "ModuleList", "forward", model=lambda: nn.ModuleList([even_tower()])),
+    "what is warned of, where that is an error": case("UserWarning: ", model=TopHeavy),
+    "tied to another strategy": case(
+        TIED, model=TiedEnds, wrap={nn.Linear, nn.Embedding}, overrides={"embed": "ddp"}
+    ),
+    "tied in a block and the root": case(
+        TIED,
+        model=TiedEnds,
+        wrap={nn.Linear, nn.Embedding},
+        overrides=dict.fromkeys(("embed", "head"), "ddp"),
+    ),
+}
+CASES = REFUSALS | LATE | OTHER_MODELS
+
+
 def all_refused() -> dict[str, str]:
-    return refused(REFUSALS)
+    """How each is refused. The model stays as it was and can still be sharded."""
+    messages = {}
+    for name, (options, _) in CASES.items():
+        made = {key: value() if callable(value) else value for key, value in options.items()}
+        model = made.pop("model", None) or built(uneven_tower)
+        watched = nn.ModuleList(model) if isinstance(model, list) else model
+        local = made.pop("local", "2")
+        before = portrait(watched)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+            if local is not None:
+                os.environ["LOCAL_WORLD_SIZE"] = local[dist.get_rank()] if isinstance(local, list) else local
+            messages[name] = refusal(shard_model, model, **made)
+        assert not differences(before, portrait(watched)), name
+        if name in LATE:
+            mean_of_squares(shard_model(model), uneven_batch(0, 3)).backward()
+    return messages
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(world4: World) -> None:
     for messages in world4.run(all_refused):
         wrong = [
             f"{name}: no {word!r} in {messages[name]!r}"
-            for name, (_, words) in REFUSALS.items()
+            for name, (_, words) in CASES.items()
             for word in words
             if word not in messages[name]
         ]
         assert not wrong, "\n".join(wrong)
-
-
-LATE: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "placement in the last block": (
-        {"overrides": {"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}},
-        ["ValueError", "blocks.2", "5"],
-    ),
-    "precision of the root": ({"overrides": {"": {"mp_policy": 16}}}, ["TypeError", "mp_policy"]),
-    "storage of the last block": (
-        {"overrides": {"blocks.2": {"offload_policy": "host"}}},
-        ["ValueError", "the override for 'blocks.2': there is no offload_policy 'host'"],
-    ),
-    "part of the last block": (
-        {"overrides": {"blocks.2": {"reshard_after_forward": 3}}},
-        ["ValueError", "reshard_after_forward", "3"],
-    ),
-}
-
-
-def refused_late() -> dict[str, str]:
-    return {name: refused({name: case})[name] for name, case in LATE.items()}
-
-
-def test_what_does_not_fit_the_last_group_leaves_no_half_sharded_model(world4: World) -> None:
-    for messages in world4.run(refused_late):
-        for name, (_, words) in LATE.items():
-            assert all(word in messages[name] for word in words), messages[name]
-
-
-def sharded_twice() -> list[str]:
-    model = shard_model(built(uneven_tower))
-    kept = [model._shardwise_state, *model.parameters()]
-    messages = [refusal(shard_model, model), refusal(shard_model, model.blocks[1])]
-    assert all(
-        now is then for now, then in zip([model._shardwise_state, *model.parameters()], kept, strict=True)
-    )
-    outer = built(uneven_tower)
-    fully_shard(outer)
-    return [*messages, refusal(shard_model, outer)]
-
-
-def test_a_model_is_sharded_once(world2: World) -> None:
-    for model, block, outer in world2.run(sharded_twice):
-        assert model.startswith("ValueError: ")
-        assert "Tower" in model
-        assert "already" in model
-        assert block.startswith("ValueError: ")
-        assert outer == model
-
-
-def not_a_module() -> list[str]:
-    return [refusal(shard_model, [even_tower()]), refusal(shard_model, nn.ModuleList([even_tower()]))]
-
-
-def test_what_is_sharded_is_one_module_that_runs(world2: World) -> None:
-    for message, container in world2.run(not_a_module):
-        assert message.startswith("TypeError: ")
-        assert "list" in message
-        assert container.startswith("ValueError: ")
-        assert "ModuleList" in container
-        assert "forward" in container
-
-
-def warned_of_as_an_error() -> str:
-    model = TopHeavy()
-    message = refusal(shard_model, model)  # warnings are errors here
-    first = [type(module) for module in model.modules()]
-    assert not any(issubclass(each, FSDPModule) for each in first), "it was sharded, and refused"
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-    return message
-
-
-def test_a_warning_that_is_an_error_changes_nothing(world2: World) -> None:
-    for message in world2.run(warned_of_as_an_error):
-        assert message.startswith("UserWarning: ")
 
 
 def test_without_a_process_group_it_is_refused() -> None:
@@ -1214,34 +975,3 @@ def test_without_a_process_group_it_is_refused() -> None:
         shard_model(model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
     assert not isinstance(model, FSDPModule)
-
-
-# --- ties -----------------------------------------------------------------------------------------
-
-
-class TiedEnds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.middle = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.middle(self.embed(tokens)))
-
-
-def tied_apart() -> list[str]:
-    found = []
-    for overrides in ({"embed": "ddp"}, {"embed": "ddp", "head": "ddp"}):
-        model = TiedEnds()
-        kept = list(model.parameters())
-        found.append(refusal(shard_model, model, wrap={nn.Linear, nn.Embedding}, overrides=overrides))
-        assert all(now is then for now, then in zip(model.parameters(), kept, strict=True))
-    return found
-
-
-def test_tied_parameters_under_strategies_that_do_not_go_together_are_refused(world2: World) -> None:
-    for messages in world2.run(tied_apart):
-        for message in messages:
-            assert message.startswith("ValueError: shard_model: embed.weight and head.weight are tied")

@@ -65,7 +65,6 @@ def plans_for(ranks: int) -> list[Plan]:
 
 
 FOUR = plans_for(4)
-ALL_PLANS = [plan for ranks in (1, 2, 3, 4) for plan in plans_for(ranks)]
 # All strategies on four ranks, and some on fewer; the rest is marked slow.
 ALWAYS = [*FOUR, Plan("zero2", 1), Plan("zero3", 2), Plan("hybrid", 2), Plan("ddp", 3), Plan("zero1", 3)]
 # Of every kind one, and of every number of ranks.
@@ -208,9 +207,9 @@ def live_bytes() -> int:
 # --- a strategy by its name alone -------------------------------------------------------------------
 
 
-def seats(*pairs: tuple[int, str]) -> Any:
-    """Worlds and strategies, where not every combination tells something new."""
-    return pytest.mark.parametrize(("world", "strategy"), pairs, indirect=["world"])
+def seats(*cases: tuple[Any, ...], also: str = "") -> Any:
+    """Worlds and strategies, and what ``also`` names, where not every combination tells something new."""
+    return pytest.mark.parametrize(("world", "strategy", *also.split()), cases, indirect=["world"])
 
 
 def shard_as(model: nn.Module, strategy: str, **options: Any) -> Any:
@@ -246,3 +245,13 @@ def losses_of_regression(
         losses.append(loss.item())
         optimizer.step()
     return losses
+
+
+def assert_arrives(ranks: list[list[float]], rel: float) -> None:
+    """Losses of training with compression end where those of exact training do."""
+    with one_thread():
+        exact = losses_of_regression(0, 1, None, None)
+    losses = [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
+    assert exact[-1] < 0.2 * exact[0], "it does not learn"
+    assert losses != exact, "nothing is compressed"
+    assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=rel)
