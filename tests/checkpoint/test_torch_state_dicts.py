@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import HALF, Net, NoScalars, Run, Tied, by_block, everything, uninterrupted
+from checkpointing import HALF, Net, NoScalars, Run, Tied, everything, uninterrupted
 from comparing import assert_all_same
 from harness import World
-from meshed import Layout
+from meshed import Layout, refusal
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from shardwise import full_state_dict, load_full_state_dict
 from shardwise.state import load_full_optimizer_state_dict
@@ -88,19 +88,11 @@ WAYS = {
 }
 
 
-def by_block_of_torchs(model: nn.Module, layout: Layout | None) -> nn.Module:
-    if dist.is_initialized():
-        for block in getattr(model, "blocks", []):
-            torchs_fully_shard(block)
-        torchs_fully_shard(model)
-    return model
-
-
 RUNS = {
     "frozen": Run(NoScalars),
+    "scalars": Run(Net),
     "tied": Run(Tied),
     "hybrid": Run(NoScalars, layout=Layout((2, 2))),
-    "torch's": Run(NoScalars, by_block_of_torchs),
 }
 
 
@@ -129,13 +121,29 @@ def tensors_in(state: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-KINDS = [("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4)]
-OF_TORCH = pytest.param("torch's", 2, marks=pytest.mark.slow)
+ALWAYS = [
+    ("scalars", 2, "sharded"),
+    ("tied", 2, "sharded, on the host"),
+    ("scalars", 2, "sharded, flat"),
+    ("tied", 2, "sharded, flat, on the host"),
+    ("hybrid", 4, "sharded, apart"),
+    ("frozen", 2, "full"),
+    ("tied", 2, "full, from rank 0"),
+    ("frozen", 2, "full, on rank 0 alone, apart"),
+]
+CASES = [
+    (kind, world, way)
+    for kind, world in (("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4), ("scalars", 2))
+    for way in WAYS
+    if kind != "scalars" or way.startswith("sharded")
+]
 
 
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "world"), [*KINDS, OF_TORCH], indirect=["world"])
+@pytest.mark.parametrize(
+    ("kind", "world", "way"),
+    [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    indirect=["world"],
+)
 def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
     run = RUNS[kind]
     found = world.run(goes_on, run, WAYS[way])
@@ -144,14 +152,6 @@ def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
     buffers = set() if kind == "tied" else {"Tensor"}
     for rank, (kinds, _) in enumerate(found):
         assert kinds == (set() if "alone" in way and rank > 0 else tensors | buffers)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("sharded")])
-def test_a_run_with_scalars_goes_on_from_shards(world2: World, way: str) -> None:
-    run = Run(Net)
-    found = world2.run(goes_on, run, WAYS[way])
-    assert_all_same([got for _, got in found], uninterrupted(run), ATOL)
 
 
 # --- options of one side --------------------------------------------------------------------------
@@ -206,10 +206,11 @@ LACKING = "blocks.0.up.weight"
 
 def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, list[str]]:
     """What a strict call says, and the keys that one which is not returns as missing."""
-    shard = by_block if is_sharded else nothing_sharded
-    model, other = [replace(Run(Net), shard=shard).start(seed)[0] for seed in (1, 2)]
+    model, other = [run_of(is_sharded).start(seed)[0] for seed in (1, 2)]
     state = get_model_state_dict(model, options=StateDictOptions(**options))
     del state[LACKING]
+    if is_sharded and options == FULL:
+        assert LACKING in refusal(load_full_state_dict, model, state)
     text = ""
     try:
         set_model_state_dict(other, dict(state), options=StateDictOptions(**options))
@@ -221,8 +222,8 @@ def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, 
     return text, found.missing_keys
 
 
-def nothing_sharded(model: nn.Module, layout: Layout | None) -> nn.Module:
-    return model
+def run_of(is_sharded: bool) -> Run:
+    return Run(Net) if is_sharded else Run(Net, shard=lambda model, layout: model)
 
 
 @pytest.mark.parametrize("options", [{}, FULL | FROM_RANK_0], ids=["sharded", "from rank 0"])
@@ -233,22 +234,10 @@ def test_strict_refuses_what_is_missing_by_name(world2: World, options: dict[str
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_does_not_miss_a_key_of_a_full_state(world2: World, is_sharded: bool) -> None:
+def test_torch_does_not_miss_a_key_of_a_full_state_and_our_loader_does(
+    world2: World, is_sharded: bool
+) -> None:
     assert world2.run(set_without_a_key, FULL, is_sharded) == [("", [])] * 2
-
-
-def refused_by_ours() -> str:
-    model, _ = Run(Net).start(1)
-    state = get_model_state_dict(model, options=StateDictOptions(**FULL))
-    del state[LACKING]
-    with pytest.raises(RuntimeError) as caught:
-        load_full_state_dict(model, state)
-    return str(caught.value)
-
-
-def test_our_loader_misses_a_key_of_a_full_state(world2: World) -> None:
-    for text in world2.run(refused_by_ours):
-        assert LACKING in text
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -293,15 +282,14 @@ def loads(run: Run) -> dict[str, Any]:
     return everything(app.model, app.optimizer)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("asynchronously", [False, True])
-@pytest.mark.parametrize(("first", "second"), [("world2", "world4"), ("world4", "world2")])
 def test_stateful_objects_change_the_number_of_ranks(
-    request: pytest.FixtureRequest, tmp_path: Path, first: str, second: str, asynchronously: bool
+    world2: World, world3: World, tmp_path: Path, asynchronously: bool
 ) -> None:
     run = replace(Run(Net), path=str(tmp_path / "saved"))
-    request.getfixturevalue(first).run(saves, run, asynchronously)
-    assert_all_same(request.getfixturevalue(second).run(loads, run), uninterrupted(run), ATOL)
+    first, second = (world3, world2) if asynchronously else (world2, world3)
+    first.run(saves, run, asynchronously)
+    assert_all_same(second.run(loads, run), uninterrupted(run), ATOL)
 
 
 # --- where torch fails, and what works ------------------------------------------------------------
@@ -309,11 +297,7 @@ def test_stateful_objects_change_the_number_of_ranks(
 
 def full_and_flat(is_sharded: bool) -> str:
     """Given back what it returned, torch looks for nested keys in a flat state."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if is_sharded:
-        by_block(model, None)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = run_of(is_sharded).start(1)
     options = StateDictOptions(**FULL, **FLAT)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     with pytest.raises(KeyError) as caught:
@@ -328,30 +312,16 @@ def test_torch_cannot_set_full_and_flat_states(world2: World, is_sharded: bool) 
 
 def calls_of_broadcast(is_sharded: bool) -> int:
     """How often this rank asks for what rank 0 has; it is not told, so that nobody waits."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if is_sharded:
-        by_block(model, None)
-    options = StateDictOptions(**FULL, **OFFLOAD, **FROM_RANK_0)
-    optimizer = torch.optim.SGD(model.parameters())
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    called = 0
-
-    def counts(*args: Any, **kwargs: Any) -> None:
-        nonlocal called
-        called += 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.state_dict._load_optim_state_dict", lambda *args: None)
-        patch.setattr("torch.distributed.checkpoint.state_dict._broadcast_state_dict", counts)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optimizer_state,
-            options=options,
-        )
-    return called
+    model, optimizer = run_of(is_sharded).start(1)
+    way = Way(FULL | OFFLOAD, FULL | OFFLOAD | FROM_RANK_0)
+    states = way.get(model, optimizer)
+    module = "torch.distributed.checkpoint.state_dict"
+    with (
+        mock.patch(f"{module}._load_optim_state_dict"),
+        mock.patch(f"{module}._broadcast_state_dict") as asks,
+    ):
+        way.set(model, optimizer, states)
+    return asks.call_count
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -390,8 +360,7 @@ def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
     return everything(fresh, fresh_optimizer)
 
 
-@pytest.mark.parametrize("reader", ["ours", "torch's"])
-@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize(("build", "reader"), [(Net, "ours"), (Tied, "ours"), (Net, "torch's")])
 def test_our_loaders_take_full_states_of_either(world2: World, build: type[nn.Module], reader: str) -> None:
     run = Run(build)
     assert_all_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)
