@@ -65,22 +65,18 @@ check_equal_weights=False compares nothing.""",
     )
 
 
-def one_bit(rank: int, bit: int, plan: Plan) -> str:
-    model = plan.shard(built(Tower, seed=0))
-    check_replicas(model)
-    if dist.get_rank() == rank:
-        flip(model.blocks[1].up.weight, bit)
-    return refusal(check_replicas, model)
-
-
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("bit", [0, 31, 52, 62])
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy in ("ddp", "hybrid")], ids=str)
-def test_one_bit_on_one_rank_is_found_and_told_on_all(world4: World, plan: Plan, bit: int) -> None:
-    told = alike(world4.run(one_bit, 3, bit, plan))
+@on_ranks(4)
+def test_one_bit_on_one_rank_is_found_and_told_on_all(plan: Plan, bit: int) -> None:
+    model = plan.shard(built(Tower, seed=0))
+    check_replicas(model)
+    if dist.get_rank() == 3:
+        flip(model.blocks[1].up.weight, bit)
     others = "rank 1" if plan.strategy == "hybrid" else "ranks 0-2"
     expected = f"blocks.1.up.weight: the copies on rank 3 differ from those on {others}."
-    assert told.startswith(f"RuntimeError: {expected}")
+    assert refusal(check_replicas, model).startswith(f"RuntimeError: {expected}")
 
 
 @on_ranks(2)
@@ -92,19 +88,15 @@ def test_two_elements_that_have_changed_places_are_found() -> None:
     assert "inlet.weight: the copies" in refusal(check_replicas, model)
 
 
-def scalars_apart() -> str:
+@on_ranks(3)
+def test_scalars_that_every_rank_keeps_are_compared() -> None:
     torch.manual_seed(0)
     model = fully_shard(odd_model().double())
     if dist.get_rank() == 2:
         for block in model.blocks:
             block.scale.to_local().data.add_(1)
-    return refusal(forward, model)
-
-
-def test_scalars_that_every_rank_keeps_are_compared(world3: World) -> None:
-    assert alike(world3.run(scalars_apart)).startswith(
-        "RuntimeError: blocks.0.scale and 1 more: the copies on rank 2 differ from those on ranks 0, 1."
-    )
+    expected = "blocks.0.scale and 1 more: the copies on rank 2 differ from those on ranks 0, 1."
+    assert refusal(forward, model).startswith(f"RuntimeError: {expected}")
 
 
 @on_ranks(4)
@@ -144,38 +136,28 @@ def test_what_is_nobodys_copy_is_not_compared() -> None:
 # --- what it costs --------------------------------------------------------------------------------
 
 
-def num_checks() -> list[int]:
+@on_ranks(4)
+def test_the_first_forward_with_gradients_compares_and_no_other() -> None:
     model = shard_tower(built(Tower, seed=0), mesh=SQUARE.mesh())
-    found = []
     with mock.patch.object(initial_values, "differing", wraps=initial_values.differing) as numbers:
         with torch.no_grad():
             forward(model)
-        found.append(numbers.call_count)
+        assert numbers.call_count == 0
         for _ in range(2):
             forward(model)
         model.set_requires_all_reduce(True)
         model._shardwise_state.root.start_over()
         forward(model)
-        found.append(numbers.call_count)
-    return found
+        assert numbers.call_count == 2  # what was cut, and copies
 
 
-def test_the_first_forward_with_gradients_compares_and_no_other(world4: World) -> None:
-    assert world4.run(num_checks) == [[0, 2]] * 4  # what was cut, and copies
-
-
-def agreements(layout: Layout) -> tuple[int, float]:
-    model = shard_tower(built(Tower, seed=0), mesh=layout.mesh())
-    with Wire() as wire:
-        check_replicas(model)
-    return wire.agreements, wire.bytes
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"), [(SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)], ids=str
-)
-def test_it_reduces_a_few_numbers_whatever_the_model(world4: World, layout: Layout, expected: int) -> None:
-    assert world4.run(agreements, layout) == [(expected, 0.0)] * 4
+@on_ranks(4)
+def test_it_reduces_a_few_numbers_whatever_the_model() -> None:
+    for layout, expected in ((SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)):
+        model = shard_tower(built(Tower, seed=0), mesh=layout.mesh())
+        with Wire() as wire:
+            check_replicas(model)
+        assert (wire.agreements, wire.bytes) == (expected, 0.0), layout
 
 
 CHECKSUMS = replicas.Checksums()  # with memory that all tensors here share

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from arrangements import WAYS, Way, built, world_of
+from arrangements import WAYS, Way, built
 from comparing import alike, assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
@@ -43,8 +43,11 @@ def averaged_plainly(way: Way) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name in trainable}
 
 
-def averaged(way: Way) -> Any:
-    model = way.model()
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@on_ranks()
+def test_the_average_is_that_of_plain_weights(way: Way) -> None:
+    model, want = way.model(), averaged_plainly(way)
     ema = EMA(model, DECAY)
     for step in range(STEPS):
         push(model, step)
@@ -52,23 +55,17 @@ def averaged(way: Way) -> Any:
     before = full_state_dict(model, rank0_only=False)
     with ema.swap():
         inside = full_state_dict(model, rank0_only=False)
-    return before, inside, full_state_dict(model, rank0_only=False)
+    for name, value in want.items():
+        torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
+    kept = {name: value for name, value in inside.items() if name not in want}
+    assert_equal(kept, {name: before[name] for name in kept})  # buffers, and what is not trained
+    assert_equal(full_state_dict(model, rank0_only=False), before)
 
 
-@pytest.mark.sample(9)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_average_is_that_of_plain_weights(way: Way, request: pytest.FixtureRequest) -> None:
-    want = averaged_plainly(way)
-    for before, inside, after in world_of(way, request).run(averaged, way):
-        for name, value in want.items():
-            torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
-        kept = {name: value for name, value in inside.items() if name not in want}
-        assert same(kept, {name: before[name] for name in kept})  # buffers, and what is not trained
-        assert same(after, before)
-
-
-def forwards_around_a_swap(way: Way) -> list[Tensor]:
-    model = way.model()
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(1)], ids=str)
+@on_ranks()
+def test_forward_uses_the_average_inside_and_the_weights_outside(way: Way) -> None:
+    model, plain = way.model(), built(way.build)
     x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
     ema = EMA(model, 0.0)  # the weights of the last update
     push(model, 1)
@@ -77,21 +74,9 @@ def forwards_around_a_swap(way: Way) -> list[Tensor]:
         with ema.swap():
             outputs.append(model(x))
         outputs.append(model(x))
-    return outputs
-
-
-@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(1)], ids=str)
-def test_forward_uses_the_average_inside_and_the_weights_outside(
-    way: Way, request: pytest.FixtureRequest
-) -> None:
-    x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
-    model = built(way.build)
-    with torch.no_grad():
-        first = model(x)
-        push(model, 1)
-        pushed = model(x)
-    for outputs in world_of(way, request).run(forwards_around_a_swap, way):
-        torch.testing.assert_close(outputs, [pushed, first, pushed], rtol=0, atol=1e-10)
+        first = plain(x)
+        push(plain, 1)
+        torch.testing.assert_close(outputs, [plain(x), first, plain(x)], rtol=0, atol=1e-10)
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, world_of
+from arrangements import WAYS, Way, built
 from common import peak_bytes
 from comparing import alike, assert_equal, same
 from expecttest import assert_expected_inline
@@ -34,40 +34,26 @@ def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:
 # --- out ------------------------------------------------------------------------------------------
 
 
-def states_of(way: Way) -> dict[str, Any]:
-    model = way.model()
-    return {
-        "first": full_state_dict(model),
-        "all": full_state_dict(model, rank0_only=False),
-        "parameters": dict(iter_full_parameters(model, bucket_bytes=300)),
-    }
-
-
 @pytest.mark.sample(9)
 @over_all_ways
-def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.FixtureRequest) -> None:
-    want = plain_state(way)
-    parameters = {name: param.detach() for name, param in built(way.build).named_parameters()}
-    first, *others = world_of(way, request).run(states_of, way)
-    assert same(first["first"], want)
-    assert all(other["first"] == {} for other in others)
-    for found in (first, *others):
-        assert same(found["all"], want)
-        assert list(found["parameters"]) == list(parameters)
-        assert same(found["parameters"], parameters)
-
-
-def a_model_loads(way: Way) -> bool:
-    """A full state loads into the model by its own method."""
-    model, other = way.model(seed=0), way.model(seed=1)
-    other.load_state_dict(full_state_dict(model, rank0_only=False))
-    return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
+@on_ranks()
+def test_the_full_state_is_that_of_the_plain_model(way: Way) -> None:
+    model, want = way.model(), plain_state(way)
+    assert_equal(full_state_dict(model), want if dist.get_rank() == 0 else {})
+    assert_equal(full_state_dict(model, rank0_only=False), want)
+    parameters = dict(iter_full_parameters(model, bucket_bytes=300))
+    plain = {name: param.detach() for name, param in built(way.build).named_parameters()}
+    assert list(parameters) == list(plain)
+    assert_equal(parameters, plain)
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
-def test_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
-    assert all(world_of(way, request).run(a_model_loads, way))
+@on_ranks()
+def test_a_model_loads_the_full_state_itself(way: Way) -> None:
+    model, other = way.model(seed=0), way.model(seed=1)
+    other.load_state_dict(full_state_dict(model, rank0_only=False))
+    assert_equal(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
 
 
 @on_ranks(2)
@@ -164,7 +150,7 @@ SOURCES: dict[str, Callable[[dict[str, Tensor]], tuple[Any, int | None]]] = {
 }
 
 
-def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
+def assert_loads(way: Way, source: str, bucket_bytes: int, device: str = "cpu") -> None:
     model = way.model(seed=1, device=device)
     if device == "meta":
         for module in model.modules():
@@ -177,27 +163,30 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
     finally:
         shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
     assert report == shardwise.state.LoadReport()
-    return full_state_dict(model, rank0_only=False)
+    assert_equal(full_state_dict(model, rank0_only=False), plain_state(way))
 
 
 @pytest.mark.sample(9)
 @over_all_ways
-def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureRequest) -> None:
-    for source, device in [("a dict on rank 0", "cpu"), ("a dict on every rank", "meta")]:
-        for state in world_of(way, request).run(loaded_from, way, source, 200, device):
-            assert same(state, plain_state(way))
+@on_ranks()
+def test_any_way_loads_what_one_rank_has(way: Way) -> None:
+    assert_loads(way, "a dict on rank 0", 200)
+    assert_loads(way, "a dict on every rank", 200, "meta")
 
 
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("way", [Way(4, "hybrid", "odd"), Way(4, "tp"), Way(3, build="tied")], ids=str)
-def test_it_is_loaded_from_wherever_it_is(way: Way, source: str, request: pytest.FixtureRequest) -> None:
-    for state in world_of(way, request).run(loaded_from, way, source, 64 << 20, "cpu"):
-        assert same(state, plain_state(way))
+@on_ranks()
+def test_it_is_loaded_from_wherever_it_is(way: Way, source: str) -> None:
+    assert_loads(way, source, 64 << 20)
 
 
-def trained_after_loading(way: Way) -> list[Tensor]:
-    """Losses, with weights loaded between the steps; kept and prefetched weights must not be old ones."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
+@on_ranks()
+def test_the_next_forward_uses_what_was_loaded(way: Way) -> None:
+    """Weights are loaded between the steps; kept and prefetched ones must not be old ones."""
     model, losses = way.model(), []
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for seed in (1, 2):
@@ -207,16 +196,8 @@ def trained_after_loading(way: Way) -> list[Tensor]:
         load_full_state_dict(model, built(way.build, seed).state_dict() if dist.get_rank() == 0 else None)
     with torch.no_grad():
         losses.append(mean_of_squares(model, x))
-    return losses
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
-def test_the_next_forward_uses_what_was_loaded(way: Way, request: pytest.FixtureRequest) -> None:
-    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    want = [mean_of_squares(built(way.build, seed), x).detach() for seed in (0, 1, 2)]
-    for losses in world_of(way, request).run(trained_after_loading, way):
-        torch.testing.assert_close(losses, want, rtol=0, atol=1e-10)
+        want = [mean_of_squares(built(way.build, seed), x) for seed in (0, 1, 2)]
+    torch.testing.assert_close(losses, want, rtol=0, atol=1e-10)
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -349,20 +349,17 @@ def test_values_that_are_there_already_are_left_alone() -> None:
     assert found["blocks.0.up.bias"].eq(5).all()
 
 
-def one_block_of_many() -> tuple[list[str], dict[str, Tensor]]:
+@on_ranks(2)
+def test_a_part_of_a_model_can_be_initialised_alone() -> None:
+    want = plain(Case(OneBlock))
+    del want["next"]
     model = shard_tower(on_meta(LanguageModel))
     torch.manual_seed(7)
     materialize(model.blocks[1])
     materialize(model.norm)
-    return [n for n, p in model.named_parameters() if not p.is_meta], tensors_of(model.blocks[1])
-
-
-def test_a_part_of_a_model_can_be_initialised_alone(world2: World) -> None:
-    want = plain(Case(OneBlock))
-    del want["next"]
-    for names, got in world2.run(one_block_of_many):
-        assert {name.rsplit(".", 2)[0] for name in names} == {"blocks.1", "norm"}
-        assert_bits([got], want)
+    names = [name for name, param in model.named_parameters() if not param.is_meta]
+    assert {name.rsplit(".", 2)[0] for name in names} == {"blocks.1", "norm"}
+    assert_bits([tensors_of(model.blocks[1])], want)
 
 
 def OneBlock() -> nn.Module:
@@ -479,8 +476,9 @@ class Squares(Model):
 UNIT = 256 * 256 * 4
 
 
-def most_bytes() -> tuple[float, float]:
-    """The most that was alive during an init, and what was alive afterwards; in layers."""
+@on_ranks(4)
+def test_beside_the_shards_one_group_is_in_memory() -> None:
+    """In layers."""
     before = live_bytes()
     model = shard_tower(on_meta(Squares))
     most: list[int] = []
@@ -490,13 +488,9 @@ def most_bytes() -> tuple[float, float]:
         most.append(live_bytes() - before)
 
     materialize(model, init)
-    return max(most) / UNIT, (live_bytes() - before) / UNIT
-
-
-def test_beside_the_shards_one_group_is_in_memory(world4: World) -> None:
-    for most, after in world4.run(most_bytes):
-        assert after < 8 / 4 + 0.5
-        assert most < after + 2 + 0.05  # the root has two layers
+    after = (live_bytes() - before) / UNIT
+    assert after < 8 / 4 + 0.5
+    assert max(most) / UNIT < after + 2 + 0.05  # the root has two layers
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -89,20 +89,14 @@ def test_a_model_that_is_not_sharded_comes_from_the_source_in_pieces_of_any_size
         assert_equal(got, in_full(built(src)))
 
 
-def loaded_on_one_rank_then_sharded() -> list[Any]:
-    model = built(dist.get_rank())
+@on_ranks(2)
+def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere() -> None:
+    want, model = built(1), built(dist.get_rank())
     sync_module_states(model, src=1)
     fully_shard(model)
-    return [in_full(model), model(random_batch(0, 12)).detach()]
-
-
-def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere(world2: World) -> None:
-    model = built(1)
-    want = in_full(model)
-    output = model(random_batch(0, 12)).detach()
-    for got, its_output in world2.run(loaded_on_one_rank_then_sharded):
-        assert_equal(got, want)
-        torch.testing.assert_close(its_output, output, rtol=0, atol=1e-10)
+    assert_equal(in_full(model), in_full(want))
+    outputs = [each(random_batch(0, 12)).detach() for each in (model, want)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
 
 
 # --- after sharding -------------------------------------------------------------------------------
@@ -179,10 +173,11 @@ def test_the_next_forward_computes_with_what_came(world2: World, option: str) ->
     torch.testing.assert_close(model(random_batch(0, 4)).detach(), wanted)
 
 
-def tensor_parallel(src: int) -> list[Any]:
+@on_ranks(4)
+def test_what_tensor_parallelism_replicates_comes_from_the_row_of_the_source() -> None:
     """Shards over tp alone, replicas of them over dp, and a norm that tp replicates."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    model = built_pair(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
 
     def place(_: str, module: nn.Module, tp: Any) -> None:
         if isinstance(module, nn.Linear):
@@ -194,23 +189,10 @@ def tensor_parallel(src: int) -> list[Any]:
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().fill_(rank)
-    sync_module_states(model, src=src)
-    return [
-        {n: sorted(set(p.to_local().flatten().tolist())) for n, p in model.named_parameters()},
-        [str(p.placements) for p in model.parameters()],
-    ]
-
-
-def built_pair(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
-
-
-def test_what_tensor_parallelism_replicates_comes_from_the_row_of_the_source(world4: World) -> None:
+    sync_module_states(model, src=2)
     # rank = 2 * dp + tp; the source is (1, 0). Shards over dp stay with their dp rank.
-    ranks = world4.run(tensor_parallel, 2)
-    assert [found["0.weight"] for found, _ in ranks] == [[0.0], [1.0], [2.0], [3.0]]
-    assert [found["1.weight"] for found, _ in ranks] == [[0.0], [0.0], [2.0], [2.0]]
+    assert model[0].weight.to_local().eq(rank).all()
+    assert model[1].weight.to_local().eq(rank // 2 * 2).all()
 
 
 @on_ranks(2)
@@ -228,54 +210,45 @@ def test_small_tensors_share_broadcasts_and_large_ones_take_several() -> None:
 # --- ranks without values -------------------------------------------------------------------------
 
 
-def with_values_on_one_rank(src: int) -> list[Any]:
+@pytest.mark.parametrize("src", [0, 1])
+@on_ranks(2)
+def test_ranks_without_values_get_those_of_the_source(src: int) -> None:
     """One rank loads, the others have built on the meta device, and have an optimizer already."""
-    if dist.get_rank() == src:
+    with torch.device("cpu" if dist.get_rank() == src else "meta"):
         model = built(src)
-    else:
-        with torch.device("meta"):
-            model = built(src)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync_module_states(model, src=src)
     owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
     assert owned == {id(param) for param in model.parameters()}
     assert model.outlet.weight is model.outlet_again.weight
     assert model.strided.stride() == (1, 3)
-    values = in_full(model)
+    want = in_full(built(src))
+    assert_equal(in_full(model), want)
     fully_shard(model)
-    return [values, in_full(model)]
+    assert_equal(in_full(model), want)
 
 
-@pytest.mark.parametrize("src", [0, 1])
-def test_ranks_without_values_get_those_of_the_source(world2: World, src: int) -> None:
-    for before, after in world2.run(with_values_on_one_rank, src):
-        assert_equal(before, in_full(built(src)))
-        assert_equal(after, in_full(built(src)))
-
-
-def replicas_without_values(rank_without: int) -> Any:
-    """Two replicas of two shards each; the ranks of one replica, or one rank of the source's, have none."""
-    mesh = device_mesh((2, 2), ("replicate", "shard"))
-    is_empty = dist.get_rank() // 2 == 1 if rank_without < 0 else dist.get_rank() == rank_without
-    with torch.device("meta" if is_empty else "cpu"):
+def replicas_on(devices: str) -> Everything:
+    """Two replicas of two shards each, built by each rank on the device of its number."""
+    with torch.device(devices.split()[dist.get_rank()]):
         model = built(7)
-    fully_shard(model, mesh=mesh)
-    if rank_without >= 0:
-        return refusal(sync_module_states, model)
+    fully_shard(model, mesh=device_mesh((2, 2), ("replicate", "shard")))
+    return model
+
+
+@on_ranks(4)
+def test_replicas_without_values_get_shards_from_that_of_the_source() -> None:
+    model = replicas_on("cpu cpu meta meta")
     sync_module_states(model)
     check_replicas(model)
-    return in_full(model)
+    assert_equal(in_full(model), in_full(built(7)))
 
 
-def test_replicas_without_values_get_shards_from_that_of_the_source(world4: World) -> None:
-    for got in world4.run(replicas_without_values, -1):
-        assert_equal(got, in_full(built(7)))
-
-
-def test_shards_that_nobody_else_has_must_be_there(world4: World) -> None:
-    first = alike(world4.run(replicas_without_values, 1))
-    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in first
-    assert "blocks.0" in first
+@on_ranks(4)
+def test_shards_that_nobody_else_has_must_be_there() -> None:
+    told = refusal(sync_module_states, replicas_on("cpu meta cpu cpu"))
+    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in told
+    assert "blocks.0" in told
 
 
 def other_models() -> list[str]:

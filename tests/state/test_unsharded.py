@@ -4,6 +4,7 @@ An edit inside is the same edit as in plain PyTorch: what is trained after it eq
 global batch in float64 to 1e-10, whatever the strategy, the number of ranks and the way of editing.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import alike, assert_all_same, assert_as_plain, assert_equal
+from comparing import alike, assert_all_same, assert_equal
 from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
-from meshed import Asks, Layout, gradients_of, refusal, tensors_of, whole
+from meshed import Asks, Layout, gradients_of, parameters_of, refusal, tensors_of, whole
 from models import built, even_tower, language_model, odd_model, random_batch, uneven_tower
-from reference import adamw, full, mean_of_squares
+from on_ranks import on_ranks
+from reference import adamw, mean_of_squares
 from refusals import wrapped
+from scenario import Side, same_as_plain
 from strategies import FLAT, SOME_PLANS, Plan, live_bytes, part, plainly, plans_for, step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -85,7 +88,7 @@ def opened(model: nn.Module, plan: Plan | None, **options: Any) -> Any:
 def seen_inside(plan: Plan | None, name: str) -> dict[str, Any]:
     make, width = MODELS[name]
     model = built(make)
-    next(model.parameters()).is_special = True  # type: ignore[attr-defined]
+    next(model.parameters()).is_special = True
     if plan is not None:
         plan.shard(model)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, 0, width)
@@ -104,8 +107,8 @@ def seen_inside(plan: Plan | None, name: str) -> dict[str, Any]:
             assert not isinstance(value, DTensor)
             notes[f"state of {fqn}"] = value.clone()
         notes["order"] = [fqn for fqn, _ in model.named_parameters()]
-        notes["attribute"] = next(model.parameters()).is_special  # type: ignore[attr-defined]
-    assert next(model.parameters()).is_special  # type: ignore[attr-defined]
+        notes["attribute"] = next(model.parameters()).is_special
+    assert next(model.parameters()).is_special
     if plan is not None:
         assert all(isinstance(param, DTensor) for param in model.parameters())
     return notes
@@ -123,7 +126,8 @@ def test_modules_have_their_full_parameters_and_their_attributes_inside_and_comp
     assert_all_same(world.run(all_seen, plan), plainly(all_seen))
 
 
-def under_mixed_precision() -> None:
+@on_ranks(2)
+def test_under_mixed_precision_they_have_full_precision_and_edits_keep_all_their_digits() -> None:
     """What is shown is in the dtype in which it is stored, and so is an edit too fine for that of computation."""
     torch.manual_seed(1234)
     plain = uneven_tower()
@@ -137,12 +141,6 @@ def under_mixed_precision() -> None:
     assert all((whole(param) == 1 + 2.0**-20).all() for param in model.parameters())
 
 
-def test_under_mixed_precision_they_have_full_precision_and_edits_keep_all_their_digits(
-    world2: World,
-) -> None:
-    world2.run(under_mixed_precision)
-
-
 PARTS: dict[str, tuple[str, dict[str, Any], Callable[[str], bool]]] = {
     "root alone": ("", {"recurse": False}, lambda name: not name.startswith("blocks.")),
     "a block": ("blocks.1", {}, lambda name: name.startswith("blocks.1.")),
@@ -152,16 +150,13 @@ PARTS: dict[str, tuple[str, dict[str, Any], Callable[[str], bool]]] = {
 }
 
 
-def parts_of_the_tree() -> None:
+@on_ranks(2)
+def test_recurse_says_which_groups() -> None:
     model = ZERO3.shard(built(uneven_tower))
     for how, (module_name, options, is_inside) in PARTS.items():
         with shardwise.unsharded(model.get_submodule(module_name), **options):
             for name, param in model.named_parameters():
                 assert isinstance(param, DTensor) is not is_inside(name), f"{how}: {name}"
-
-
-def test_recurse_says_which_groups(world2: World) -> None:
-    world2.run(parts_of_the_tree)
 
 
 def on_one_rank(plan: Plan, offload_to_cpu: bool) -> tuple[bool, dict[str, Any]]:
@@ -431,24 +426,26 @@ def test_edits_persist_under_every_strategy_and_none_does_without_writeback(
     assert_all_same(world.run(all_edited, plan, edits, ("tied",), writeback, offload_to_cpu), want)
 
 
-def otherwise_sharded(how: str | None) -> dict[str, Any]:
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "dim 1": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
+    "host": {"offload_policy": CPUOffloadPolicy()},
+    "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+    "reduces in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", OTHERWISE)
+@same_as_plain(3)
+def test_edits_reach_shards_that_lie_otherwise(side: Side, how: str) -> dict[str, Any]:
     """What is edited lies elsewhere or otherwise: on another dim, in host memory, in low precision."""
-    model = built(language_model)
-    plan = None if how is None else Plan("zero3", 3)
-    if how is not None:
-        options: dict[str, dict[str, Any]] = {
-            "dim 1": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
-            "host": {"offload_policy": CPUOffloadPolicy()},
-            "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
-            "reduces in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-        }
-        Plan("zero3", 3).shard(model, **options[how])
+    model, plan = built(language_model), Plan("zero3", 3) if side.is_sharded else None
+    if plan is not None:
+        plan.shard(model, **OTHERWISE[how])
     optimizer = adamw(model)
-    for index in range(3):
+    for index in range(2):
         optimizer.zero_grad()
-        tokens = torch.arange(12 * 4).view(12, 4) * (index + 3) % 29
-        if plan is not None:
-            tokens = tokens[dist.get_rank() * 4 :][:4]
+        tokens = side.part(torch.arange(12 * 4).view(12, 4) * (index + 3) % 29)
         model(tokens).square().mean().backward()
         with opened(model, plan, with_grads=True):
             with torch.no_grad():
@@ -462,34 +459,27 @@ def otherwise_sharded(how: str | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["dim 1", "host", "computes in float64", "reduces in float64"])
-def test_edits_reach_shards_that_lie_otherwise(world3: World, how: str) -> None:
-    assert_as_plain(world3, otherwise_sharded, how)
-
-
-def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
+@pytest.mark.sample(3)
+@by_two
+@same_as_plain(2)
+def test_edits_between_microbatches_count_from_the_next_one_on(side: Side, plan: Plan) -> dict[str, Any]:
     """What a strategy keeps unsharded must not outlive an edit; what waits unreduced must."""
     model = built(uneven_tower)
-    if plan is not None:
+    if side.is_sharded:
         plan.shard(model)
-    for microbatch in range(4):
-        is_quiet = plan is not None and microbatch < 3
-        with shardwise.no_sync(model) if is_quiet else nullcontext():
-            mean_of_squares(model, part(plan, microbatch, 7)).backward()
-        if microbatch < 3:
-            with opened(model, plan):
+    for microbatch in range(3):
+        side.sync(model, microbatch == 2)
+        mean_of_squares(model, side.inputs(microbatch, 7)).backward()
+        if microbatch < 2:
+            with opened(model, plan if side.is_sharded else None):
                 in_place(model)
     return tensors_of(model)
 
 
-@pytest.mark.sample(3)
-@by_two
-def test_edits_between_microbatches_count_from_the_next_one_on(world2: World, plan: Plan) -> None:
-    assert_all_same(world2.run(edited_between_microbatches, plan), plainly(edited_between_microbatches))
-
-
-def left_by_an_exception(plan: Plan | None) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "zero1"])
+@same_as_plain(2)
+def test_an_exception_inside_loses_no_edit(side: Side, strategy: str) -> dict[str, Any]:
+    plan = Plan(strategy, 2) if side.is_sharded else None
     model = built(uneven_tower)
     if plan is not None:
         plan.shard(model)
@@ -502,41 +492,29 @@ def left_by_an_exception(plan: Plan | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-def test_an_exception_inside_loses_no_edit(world2: World) -> None:
-    for plan in (ZERO3, Plan("ddp", 2), Plan("zero1", 2)):
-        assert_as_plain(world2, left_by_an_exception, plan)
-
-
-def misfits(how: str) -> tuple[str, dict[str, Any]]:
-    """Replacements that no shard can take."""
-    model = ZERO3.shard(built(uneven_tower))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
+@same_as_plain(2)
+def test_a_replacement_that_does_not_fit_is_refused_by_name(side: Side, how: str) -> None:
+    model = side.shard_tower(built(uneven_tower))
     kept = list(model.parameters())
 
     def act() -> None:
         with shardwise.unsharded(model):
+            layer = model.blocks[1].up
             if how == "shape":
-                model.blocks[1].up.weight = nn.Parameter(torch.ones(3, 3).double())
+                layer.weight = nn.Parameter(torch.ones(3, 3).double())
             elif how == "new data":
-                model.blocks[1].up.weight.data = torch.ones(3, 3).double()
+                layer.weight.data = torch.ones(3, 3).double()
             else:
-                del model.blocks[1].up.weight
+                del layer.weight
 
-    message = refusal(act)
-    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
-    step(model, adamw(model), ZERO3, 0, 7)
-    return message, tensors_of(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
-def test_a_replacement_that_does_not_fit_is_refused_by_name(world2: World, how: str) -> None:
-    model = built(uneven_tower)
-    step(model, adamw(model), None, 0, 7)
-    want = tensors_of(model)
-    for message, found in world2.run(misfits, how):
-        assert "blocks.1.up.weight" in message
-        assert message.startswith(("ValueError", "RuntimeError"))
-        assert_all_same([found], want)
+    if side.is_sharded:
+        told = refusal(act)
+        assert "blocks.1.up.weight" in told
+        assert told.startswith(("ValueError", "RuntimeError"))
+        assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
+    side.steps(model, adamw(model), [0], width=7)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -598,10 +576,12 @@ def with_gradients(plan: Plan | None, name: str, edit: str, writeback: bool) -> 
     return notes | tensors_of(model)
 
 
-def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) -> dict[str, Any]:
+def all_gradients(
+    plan: Plan | None, edits: tuple[str, ...], names: tuple[str, ...], writeback: bool
+) -> dict[str, Any]:
     return {
         f"{name}, {edit}: {what}": value
-        for name in ("odd", "tied")
+        for name in names
         for edit in edits
         for what, value in with_gradients(plan, name, edit, writeback).items()
     }
@@ -621,46 +601,35 @@ def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) ->
 def test_gradients_are_seen_whole_and_edited_unless_writeback_is_off(
     world: World, plan: Plan, writeback: bool
 ) -> None:
-    edits = (
-        tuple(GRADIENT_EDITS) if plan == ZERO3 else ("scale", "clear_some") if writeback else ("clear_some",)
-    )
-    want = plainly(all_gradients, edits, writeback)
-    assert_all_same(world.run(all_gradients, plan, edits, writeback), want)
+    edits, names = ("clear_some",) if not writeback else ("scale", "clear_some"), ("tied",)
+    if plan == ZERO3:
+        edits, names = tuple(GRADIENT_EDITS), ("odd", "tied")
+    want = plainly(all_gradients, edits, names, writeback)
+    assert_all_same(world.run(all_gradients, plan, edits, names, writeback), want)
 
 
-def without_gradients() -> tuple[bool, bool]:
-    """Without `with_grads`, full parameters have none, and those of the shards stay."""
+@on_ranks(2)
+def test_without_with_grads_gradients_are_left_alone() -> None:
+    """Full parameters have none, and those of the shards stay."""
     model = ZERO3.shard(built(uneven_tower))
     mean_of_squares(model, part(ZERO3, 0, 7)).backward()
     before = [param.grad for param in model.parameters()]
     with shardwise.unsharded(model):
-        inside = all(param.grad is None for param in model.parameters())
-    return inside, all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+        assert all(param.grad is None for param in model.parameters())
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_without_with_grads_gradients_are_left_alone(world2: World) -> None:
-    assert world2.run(without_gradients) == [(True, True)] * 2
-
-
-def waiting_gradients() -> tuple[str, dict[str, Any]]:
-    model = ZERO3.shard(built(uneven_tower))
-    with shardwise.no_sync(model):
-        mean_of_squares(model, part(ZERO3, 0, 7)).backward()
-    message = refusal(lambda: shardwise.unsharded(model, with_grads=True).__enter__())
-    mean_of_squares(model, part(ZERO3, 1, 7)).backward()
-    return message, tensors_of(model)
-
-
-def test_gradients_that_wait_unsynchronised_are_refused_by_name(world2: World) -> None:
-    model = built(uneven_tower)
-    for seed in (0, 1):
-        mean_of_squares(model, part(None, seed, 7)).backward()
-    for message, found in world2.run(waiting_gradients):
-        assert message.startswith("RuntimeError: ")
-        assert "unsharded" in message
-        assert "with_grads" in message
-        assert any(name in message for name in ("inlet", "blocks.0", "Tower"))
-        assert_all_same([found], tensors_of(model))
+@same_as_plain(2)
+def test_gradients_that_wait_unsynchronised_are_refused_by_name(side: Side) -> dict[str, Any]:
+    model = side.shard_tower(built(uneven_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0, 7)).backward()
+    if side.is_sharded:
+        told = refusal(shardwise.unsharded(model, with_grads=True).__enter__)
+        assert re.match("RuntimeError: unsharded.with_grads=True.*(inlet|blocks.0|Tower)", told), told
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1, 7)).backward()
+    return tensors_of(model)
 
 
 # --- in time --------------------------------------------------------------------------------------
@@ -767,7 +736,9 @@ def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World
         step(model, optimizer, None, seed, 7)
     ranks = world2.run(refused_inside)
     assert_all_same([found for _, found in ranks], tensors_of(model))
-    assert_expected_inline("\n".join(alike([messages for messages, _ in ranks])), """\
+    assert_expected_inline(
+        "\n".join(alike([messages for messages, _ in ranks])),
+        """\
 RuntimeError: Tower: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
 RuntimeError: blocks.1: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
 RuntimeError: blocks.1: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
@@ -775,48 +746,31 @@ RuntimeError: Tower: copy.deepcopy is not possible inside unsharded(), which has
 RuntimeError: blocks.1: copy.deepcopy is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
 RuntimeError: Tower: another unsharded() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
 RuntimeError: blocks.1: another unsharded() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
-RuntimeError: Tower: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""")
+RuntimeError: Tower: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""",
+    )
 
 
-def nested_apart() -> tuple[list[str], dict[str, Any]]:
-    """Disjoint groups may be opened inside each other."""
-    model = ZERO3.shard(built(uneven_tower))
-    with shardwise.unsharded(model.blocks[0]), shardwise.unsharded(model, recurse=False):
-        with shardwise.unsharded(model.blocks[2]), torch.no_grad():
+@same_as_plain(2)
+def test_contexts_of_disjoint_groups_may_be_nested(side: Side) -> None:
+    model = side.shard_tower(built(uneven_tower))
+    plan = ZERO3 if side.is_sharded else None
+    with opened(model.blocks[0], plan), opened(model, plan, recurse=False):
+        with opened(model.blocks[2], plan), torch.no_grad():
             model.blocks[2].up.weight.mul_(0.9)
-        seen = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        if side.is_sharded:
+            for name, param in model.named_parameters():
+                assert isinstance(param, DTensor) is name.startswith(("blocks.1", "blocks.2"))
         with torch.no_grad():
             model.blocks[0].up.weight.mul_(0.9)
             model.inlet.weight.mul_(0.9)
-    step(model, adamw(model), ZERO3, 0, 7)
-    return seen, tensors_of(model)
+    side.steps(model, adamw(model), [0], width=7)
 
 
-def test_contexts_of_disjoint_groups_may_be_nested(world2: World) -> None:
-    model = built(uneven_tower)
-    with torch.no_grad():
-        for module in (model.blocks[0].up, model.blocks[2].up, model.inlet):
-            module.weight.mul_(0.9)
-    names = [n for n, _ in model.named_parameters() if not n.startswith(("blocks.1", "blocks.2"))]
-    step(model, adamw(model), None, 0, 7)
-    want = tensors_of(model)
-    for seen, found in world2.run(nested_apart):
-        assert seen == names
-        assert_all_same([found], want)
-
-
-def another_block_runs() -> dict[str, Any]:
-    """While one model is open, another one trains."""
-    first, second = (ZERO3.shard(built(uneven_tower)) for _ in range(2))
-    with shardwise.unsharded(first):
-        step(second, adamw(second), ZERO3, 0, 7)
-    return tensors_of(second)
-
-
-def test_another_model_may_train_meanwhile(world2: World) -> None:
-    model = built(uneven_tower)
-    step(model, adamw(model), None, 0, 7)
-    assert_all_same(world2.run(another_block_runs), tensors_of(model))
+@same_as_plain(2)
+def test_another_model_may_train_meanwhile(side: Side) -> None:
+    first, second = (side.shard_tower(built(uneven_tower)) for _ in range(2))
+    with opened(first, ZERO3 if side.is_sharded else None):
+        side.steps(second, adamw(second), [0], width=7)
 
 
 def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -895,20 +849,16 @@ TypeError: unsharded: with_grads is 'yes', a str; pass True or False.""",
     )
 
 
-def subclass_refused() -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_tensor_subclass_that_all_gathers_itself_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(Halves(torch.ones(4, 4)))
     for each in (*model, model):
         fully_shard(each)
-    message = refusal(lambda: shardwise.unsharded(model).__enter__())
-    return message, all(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_a_tensor_subclass_that_all_gathers_itself_is_refused_by_name(world2: World) -> None:
-    for message, is_sharded in world2.run(subclass_refused):
-        assert message.startswith("NotImplementedError: ")
-        assert "1.weight" in message
-        assert is_sharded, "the groups before it were left open"
+    told = refusal(shardwise.unsharded(model).__enter__)
+    assert told.startswith("NotImplementedError: ")
+    assert "1.weight" in told
+    assert all(isinstance(param, DTensor) for param in model.parameters()), "groups before it were left open"
 
 
 # --- changes of one rank --------------------------------------------------------------------------
@@ -921,7 +871,7 @@ EDITS_OF_ONE: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> dict[str, Any]:
+def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> tuple[str | None, dict[str, Any]]:
     """One rank alone edits; what is told, and the weights afterwards."""
     model = plan.shard(built(uneven_tower))
 
@@ -931,7 +881,7 @@ def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> dict[str, Any
                 EDITS_OF_ONE[edit](model)
 
     told = refusal(act) if "src_rank" not in options else act()
-    return {"told": told, "weights": {name: full(param) for name, param in model.named_parameters()}}
+    return told, parameters_of(model)
 
 
 def plainly_edited(edit: str | None) -> dict[str, Tensor]:
@@ -940,12 +890,6 @@ def plainly_edited(edit: str | None) -> dict[str, Tensor]:
         if edit is not None:
             EDITS_OF_ONE[edit](model)
     return {name: param.detach() for name, param in model.named_parameters()}
-
-
-def assert_weights(ranks: list[dict[str, Any]], expected: dict[str, Tensor]) -> None:
-    for found in ranks:
-        for name, value in expected.items():
-            assert torch.equal(found["weights"][name], value), name
 
 
 by_edit = pytest.mark.parametrize(
@@ -964,7 +908,7 @@ def test_what_one_rank_alone_has_changed_is_refused_on_all_and_not_written(
     world: World, plan: Plan, edit: str
 ) -> None:
     ranks = world.run(edited_on, 0, edit, plan)
-    told = alike([found["told"] for found in ranks])
+    told = alike([text for text, _ in ranks])
     name = "blocks.1.up.weight" if edit == "a row by .data" else "inlet.weight"
     assert told.startswith(f"RuntimeError: unsharded: {name}")
     if (plan, edit) == (ZERO3, "a row by .data"):
@@ -976,17 +920,17 @@ inside unsharded() on rank 1 differs from what was made on rank 0.
 Nothing was written. Make the same change on all ranks, or pass
 src_rank= to take over that of one rank.""",
         )
-    assert_weights(ranks, plainly_edited(None))
+    assert_all_same([found for _, found in ranks], plainly_edited(None), atol=0.0)
 
 
 @by_edit
 def test_src_rank_gives_its_changes_to_all_ranks(world: World, plan: Plan, edit: str) -> None:
     ranks = world.run(edited_on, 1, edit, plan, src_rank=1)
-    assert_weights(ranks, plainly_edited(edit))
+    assert_all_same([found for _, found in ranks], plainly_edited(edit), atol=0.0)
     other = world.run(
         edited_on, 0, edit, plan, src_rank=1, offload_to_cpu=True
     )  # what rank 0 does is dropped
-    assert_weights(other, plainly_edited(None))
+    assert_all_same([found for _, found in other], plainly_edited(None), atol=0.0)
 
 
 def refusals_of_src_rank() -> list[str]:
@@ -1026,27 +970,21 @@ RuntimeError: unsharded: rank 0: inlet.weight: it was removed. Put it back, or c
     )
 
 
-def failed_with_src_rank() -> dict[str, Any]:
+@on_ranks(2)
+def test_after_an_exception_inside_src_rank_changes_nothing() -> None:
     model = ZERO3.shard(built(uneven_tower))
     with suppress(Failure), shardwise.unsharded(model, src_rank=0), torch.no_grad():
         EDITS_OF_ONE["in place"](model)
         raise Failure("inside")
-    return {"weights": {name: full(param) for name, param in model.named_parameters()}}
+    assert_equal(parameters_of(model), plainly_edited(None))
 
 
-def test_after_an_exception_inside_src_rank_changes_nothing(world2: World) -> None:
-    assert_weights(world2.run(failed_with_src_rank), plainly_edited(None))
-
-
-def collectives_on_exit(writeback: bool) -> int:
+@on_ranks(2)
+def test_leaving_without_writing_back_communicates_nothing() -> None:
     model = ZERO3.shard(built(uneven_tower))
-    context = shardwise.unsharded(model, writeback=writeback)
-    context.__enter__()
-    with CommDebugMode() as mode:
-        context.__exit__(None, None, None)
-    return int(mode.get_total_counts())
-
-
-def test_leaving_without_writing_back_communicates_nothing(world2: World) -> None:
-    assert world2.run(collectives_on_exit, False) == [0, 0]
-    assert world2.run(collectives_on_exit, True) == [1, 1]  # a checksum of all changes
+    for writeback, expected in ((False, 0), (True, 1)):  # a checksum of all changes
+        context = shardwise.unsharded(model, writeback=writeback)
+        context.__enter__()
+        with CommDebugMode() as mode:
+            context.__exit__(None, None, None)
+        assert mode.get_total_counts() == expected

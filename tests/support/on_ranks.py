@@ -5,6 +5,11 @@
         model = fully_shard(...)
         ...
 
+    @pytest.mark.parametrize("way", WAYS, ids=str)
+    @on_ranks()                                     # as many as `way.ranks`
+    def test_it(way):
+        ...
+
 Its parameters are those of the test, and travel by pickle; the test itself travels by its name.
 """
 
@@ -16,15 +21,18 @@ from typing import Any
 from harness import World
 
 
-def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(program).parameters)
-        fixture = f"world{size}"
+        fixture = "request" if size is None else f"world{size}"
 
         @functools.wraps(program)
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
-            world: World = arguments.pop(fixture)
+            found = arguments.pop(fixture)
+            world: World = found
+            if size is None:
+                world = found.getfixturevalue(f"world{arguments['way'].ranks}")
             world.run(run_unwrapped, test, [arguments[name] for name in names])
 
         asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (fixture, *names)]
