@@ -39,6 +39,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import odd_model, shard_tower
+from on_ranks import on_ranks
 from reference import full
 from strategies import Plan, live_bytes
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ SIZES_ALWAYS = [((2, 2), Net), ((2, 3), Tied)]
 @pytest.mark.parametrize(
     ("sizes", "build"),
     [case if case in SIZES_ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in SIZES],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_any_number_of_ranks_goes_on(
     request: pytest.FixtureRequest, tmp_path: Path, sizes: tuple[int, int], build: Any
@@ -540,28 +541,27 @@ class Own:
         self.value = state["value"], state["tensor"][0].item()
 
 
-def buffers_of_ranks(path: str) -> tuple[set[float], Any]:
+@on_ranks(3)
+def test_copies_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(4)))
     fully_shard(model)
-    rank = dist.get_rank()
+    rank, path = dist.get_rank(), tmp_path / "checkpoint"
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.fill_(rank)
     own = Own("rank" + rank * "!")
     save_checkpoint(path, model, states={"own": own})
     load_checkpoint(path, model, states={"own": own})
-    return {value for b in model.buffers() if b.is_floating_point() for value in b.tolist()}, own.value
-
-
-def test_copies_that_differ_are_those_of_the_first_rank(world3: World, tmp_path: Path) -> None:
-    expected = ({0.0}, ("rank", 4.0))
-    assert world3.run(buffers_of_ranks, str(tmp_path / "checkpoint")) == [expected] * 3
+    assert {v for b in model.buffers() if b.is_floating_point() for v in b.tolist()} == {0.0}
+    assert own.value == ("rank", 4.0)
 
 
 # --- inference mode -------------------------------------------------------------------------------
 
 
-def in_inference_mode(run: Run) -> None:
+@on_ranks(2)
+def test_checkpoints_are_written_and_read_in_inference_mode(tmp_path: Path) -> None:
+    run = Run(path=str(tmp_path / "checkpoint"))
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     want = everything(model, optimizer)
@@ -573,10 +573,6 @@ def in_inference_mode(run: Run) -> None:
         load_checkpoint(run.path, model, optimizer)
     assert_all_same([everything(model, optimizer)], want, 0.0)
     run.train(model, optimizer, HALF)
-
-
-def test_checkpoints_are_written_and_read_in_inference_mode(world2: World, tmp_path: Path) -> None:
-    world2.run(in_inference_mode, Run(path=str(tmp_path / "checkpoint")))
 
 
 # --- torch's own recipe ---------------------------------------------------------------------------
@@ -749,22 +745,18 @@ def test_a_save_beside_training_holds_the_values_at_the_call(
     assert_all_same([loaded_into(alone)[1]], want, 0.0)
 
 
-def two_in_a_row(run: Run) -> list[bool]:
-    model, optimizer = run.start(1)
+@on_ranks(2)
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    model, optimizer = Run().start(1)
     held = threading.Event()
     with held_back(held):
-        first = save_checkpoint(run.path + "-1", model, optimizer, asynchronous=True)
+        first = save_checkpoint(tmp_path / "step-1", model, optimizer, asynchronous=True)
         assert not first.done()
         threading.Timer(0.0, held.set).start()
-        second = save_checkpoint(run.path + "-2", model, optimizer, asynchronous=True)
-        seen = [first.done(), Path(run.path + "-1").exists()]
+        second = save_checkpoint(tmp_path / "step-2", model, optimizer, asynchronous=True)
+        assert first.done()
+        assert (tmp_path / "step-1").exists()
         second.wait()
-    return seen
-
-
-def test_a_second_save_waits_for_the_first(world2: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "step"))
-    assert world2.run(two_in_a_row, run) == [[True, True]] * 2
     assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
 
 
@@ -856,7 +848,7 @@ def killed_while_it_writes(path: Path, rank: int, store: str) -> None:
     model = fully_shard(nn.Linear(2, 2))
     for value in (1.0, 2.0):
         nn.init.constant_(model.weight, value)
-        dies = mock.patch("os.fsync", side_effect=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        dies: Any = mock.patch("os.fsync", side_effect=lambda _: os.kill(os.getpid(), signal.SIGKILL))
         with dies if (value, rank) == (2.0, 1) else nullcontext():
             save_checkpoint(path, model, shared={"value": value})
 
@@ -1011,27 +1003,22 @@ class Largest(TorchDispatchMode):
 ROWS, COLUMNS = 512, 64
 
 
-def memory_of(path: str, what: str) -> tuple[int, int]:
-    """The largest storage made meanwhile, and how much more there is afterwards, in bytes."""
+@on_ranks(2)
+def test_no_rank_ever_holds_a_full_parameter(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False), nn.Linear(ROWS, COLUMNS, bias=False))
+    fully_shard(model[0])
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = live_bytes()
-    with Largest() as largest:
-        if what == "load":
-            load_checkpoint(path, model, optimizer)
-        else:
-            save_checkpoint(path, model, optimizer, asynchronous=what == "beside").wait()
-    return largest.num_bytes, live_bytes() - before
-
-
-def test_no_rank_ever_holds_a_full_parameter(world4: World, tmp_path: Path) -> None:
     full_bytes = ROWS * COLUMNS * 4
-    shards = 2 * full_bytes // 4  # both weights', which lie in one buffer
     for what in ("save", "beside", "load"):
-        for largest, more in world4.run(memory_of, str(tmp_path / "checkpoint"), what):
-            assert largest <= shards < full_bytes
-            assert more < 4096
+        before = live_bytes()
+        with Largest() as largest:
+            if what == "load":
+                load_checkpoint(tmp_path / "x", model, optimizer)
+            else:
+                save_checkpoint(tmp_path / "x", model, optimizer, asynchronous=what == "beside").wait()
+        assert largest.num_bytes <= full_bytes // 2
+        assert live_bytes() - before < 4096
 
 
 # --- odd calls ------------------------------------------------------------------------------------
@@ -1050,17 +1037,12 @@ class NotToBeCopied:
         raise MemoryError("no room for a copy")
 
 
-def saved_after_a_copy_that_failed(run: Run) -> str:
-    model, optimizer = run.start(1)
-    odd = {"odd": NotToBeCopied()}
+@on_ranks(2)
+def test_a_copy_that_fails_keeps_no_later_save_waiting(tmp_path: Path) -> None:
+    model, optimizer = Run().start(1)
+    options = {"shared": {"odd": NotToBeCopied()}, "asynchronous": True}
     with pytest.warns(UserWarning, match="shared.odd"):
-        told = refusal(save_checkpoint, run.path + "-1", model, optimizer, shared=odd, asynchronous=True)
-    save_checkpoint(run.path + "-2", model, optimizer).wait()
-    return told
-
-
-def test_a_copy_that_fails_keeps_no_later_save_waiting(world2: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "step"))
-    for told in world2.run(saved_after_a_copy_that_failed, run):
-        assert "no room for a copy" in told
+        told = refusal(save_checkpoint, tmp_path / "step-1", model, optimizer, **options)
+    assert "no room for a copy" in told
+    save_checkpoint(tmp_path / "step-2", model, optimizer).wait()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-2"

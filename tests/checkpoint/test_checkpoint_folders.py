@@ -253,7 +253,7 @@ def test_remains_of_an_interrupted_removal_are_no_checkpoints_and_are_removed(
     ):
         saved_step(tmp_path / "step-4", keep=1)
     assert any(name.endswith(".removed") for name in inside(tmp_path))
-    assert refusal(load_checkpoint, tmp_path / "step-2", nn.Linear(2, 2)).startswith("FileNotFoundError")
+    assert refusal(load_checkpoint, tmp_path / "step-3", nn.Linear(2, 2)).startswith("FileNotFoundError")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
     saved_step(tmp_path / "step-0")
     (tmp_path / "step-0" / ".metadata").unlink()  # as older versions began

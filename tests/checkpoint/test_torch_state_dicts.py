@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpointing import HALF, Net, NoScalars, Run, Tied, everything, uninterrupted
-from comparing import assert_all_same
+from comparing import assert_all_same, assert_equal
 from harness import World
 from meshed import Layout, refusal
+from on_ranks import on_ranks
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from shardwise import full_state_dict, load_full_state_dict
 from shardwise.state import load_full_optimizer_state_dict
@@ -180,25 +182,17 @@ def test_frozen_parameters_may_be_left_out(world2: World) -> None:
         assert_all_same([got], uninterrupted(Run(Net)), ATOL)
 
 
-def of_a_block(keeps_prefixes: bool) -> tuple[set[str], bool, set[str]]:
-    """The keys of a block's state, whether its values are those of the block, and the keys of its optimizer's."""
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+@on_ranks(2)
+def test_states_of_a_block(keeps_prefixes: bool) -> None:
     model, _ = half(Run(Net))
     block = model.blocks[1]
     options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps_prefixes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about submodules
         state = get_model_state_dict(model, submodules={block}, options=options)
-    expected = {name: value.full_tensor() for name, value in block.state_dict().items()}
     prefix = "blocks.1." if keeps_prefixes else ""
-    is_right = all(torch.equal(state[prefix + name], value) for name, value in expected.items())
-    return set(state), is_right, set(expected)
-
-
-@pytest.mark.parametrize("keeps_prefixes", [True, False])
-def test_states_of_a_block(world2: World, keeps_prefixes: bool) -> None:
-    for keys, is_right, names in world2.run(of_a_block, keeps_prefixes):
-        assert is_right
-        assert keys == {f"blocks.1.{name}" if keeps_prefixes else name for name in names}
+    assert_equal(state, {prefix + name: value.full_tensor() for name, value in block.state_dict().items()})
 
 
 LACKING = "blocks.0.up.weight"
@@ -295,19 +289,15 @@ def test_stateful_objects_change_the_number_of_ranks(
 # --- where torch fails, and what works ------------------------------------------------------------
 
 
-def full_and_flat(is_sharded: bool) -> str:
+@pytest.mark.parametrize("is_sharded", [True, False])
+@on_ranks(2)
+def test_torch_cannot_set_full_and_flat_states(is_sharded: bool) -> None:
     """Given back what it returned, torch looks for nested keys in a flat state."""
     model, optimizer = run_of(is_sharded).start(1)
     options = StateDictOptions(**FULL, **FLAT)
     state = get_optimizer_state_dict(model, optimizer, options=options)
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match=r"'param_groups\.0\.params\.0'"):
         set_optimizer_state_dict(model, optimizer, state, options=options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_cannot_set_full_and_flat_states(world2: World, is_sharded: bool) -> None:
-    assert world2.run(full_and_flat, is_sharded) == ["'param_groups.0.params.0'"] * 2
 
 
 def calls_of_broadcast(is_sharded: bool) -> int:
@@ -332,17 +322,14 @@ def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(
     assert world2.run(calls_of_broadcast, is_sharded) == [1, 0]
 
 
-def kinds_of_a_scalars_state() -> tuple[str, str]:
+@on_ranks(2)
+def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps() -> None:
+    """So that the next step fails; torch's own fully_shard takes no scalars."""
     states = WAYS["full"].get(*half(Run(Net)))
     model, optimizer = Run(Net).start(2)
     WAYS["full"].set(model, optimizer, states)
     kept = [optimizer.state[param]["exp_avg"] for param in (model.blocks[0].gain, model.outlet.weight)]
-    return type(kept[0]).__name__, type(kept[1]).__name__
-
-
-def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps(world2: World) -> None:
-    """So that the next step fails; torch's own fully_shard takes no scalars."""
-    assert world2.run(kinds_of_a_scalars_state) == [("Tensor", "DTensor")] * 2
+    assert [type(each) for each in kept] == [Tensor, DTensor]
 
 
 def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
