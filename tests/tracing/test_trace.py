@@ -285,7 +285,8 @@ def test_one_rank_may_trace_one_block_alone() -> None:
     model = build()
     backward(model)
     if torch.distributed.get_rank() == 1:
-        return backward(model)
+        backward(model)
+        return
     with shardwise.trace(model.blocks[0], on_all_ranks=False) as trace:
         backward(model)
     assert {span.name for span in trace.recording.spans} == {"blocks.0"}
