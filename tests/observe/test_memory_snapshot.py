@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import alike
 from events import observe
 from expecttest import assert_expected_inline
 from harness import World
 from models import SquareBlock, even_tower, random_batch, shard_tower
-from on_ranks import on_ranks
 from reference import mean_of_squares
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
@@ -137,6 +135,7 @@ def step(model: Any) -> Tensor:
 
 
 def a_step(model: Any, take: Take) -> None:
+    take("before the first forward")
     step(model).backward()
     model.zero_grad()
     take("before forward")
@@ -223,6 +222,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 REDUCED_IN_F32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[str, Row]]] = {
     "one rank": (1, a_step, {}, {
+        "before the first forward": (5, 0, 0, 0, 0),
         "before forward": (5, 0, 0, 0, 0),
         "in forward": (5, 0, 0, 0, 0),  # full parameters are the shards
         "between": (5, 0, 0, 0, 0),
@@ -230,6 +230,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (5, 0, 0, 0, 5),
     }),
     "one rank, bf16": (1, a_step, {"mp_policy": BF16}, {
+        "before the first forward": (5, 0, 0, 0, 0),
         "before forward": (5, 0, 0, 0, 0),
         "in forward": (5, 1.5, 0, 0, 0),
         "between": (5, 1, 0, 0, 0),
@@ -242,13 +243,23 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "reduced": (5, 0, 0, 0, 5),
     }),
     "two ranks": (2, a_step, {}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 3, 0, 0, 0),  # the root's, the block's, and the next block's
         "between": (2.5, 2, 0, 0, 0),  # the root's and the last block's
         "in backward": (2.5, 3, 0, 1, 1.5),
         "after backward": (2.5, 0, 0, 0, 2.5),
     }),
+    "four ranks": (4, a_step, {}, {
+        "before the first forward": (1.25, 0, 0, 0, 0),
+        "before forward": (1.25, 0, 0, 0, 0),
+        "in forward": (1.25, 3, 0, 0, 0),
+        "between": (1.25, 2, 0, 0, 0),
+        "in backward": (1.25, 3, 0, 1, 0.75),
+        "after backward": (1.25, 0, 0, 0, 1.25),
+    }),
     "kept after forward": (2, a_step, {"reshard_after_forward": False}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 4, 0, 0, 0),
         "between": (2.5, 5, 0, 0, 0),
@@ -256,6 +267,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (2.5, 0, 0, 0, 2.5),
     }),
     "kept in part after forward": (4, a_step, {"reshard_after_forward": 2}, {
+        "before the first forward": (1.25, 0, 0, 0, 0),
         "before forward": (1.25, 0, 0, 0, 0),
         "in forward": (1.25, 3.5, 0, 0, 0),
         "between": (1.25, 2.5, 0, 0, 0),
@@ -263,6 +275,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (1.25, 0, 0, 0, 1.25),
     }),
     "bf16": (2, a_step, {"mp_policy": BF16}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 1.5, 0, 0, 0),
         "between": (2.5, 1, 0, 0, 0),
@@ -270,6 +283,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (2.5, 0, 0, 0, 2.5),
     }),
     "bf16, reduced in float32": (2, a_step, {"mp_policy": REDUCED_IN_F32}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 1.5, 0, 0, 0),
         "between": (2.5, 1, 0, 0, 0),
@@ -277,6 +291,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "after backward": (2.5, 0, 0, 0, 2.5),
     }),
     "kept storage": (2, a_step_with_kept_storage, {}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 1, 0, 0),
         "in forward": (2.5, 3, 0, 0, 0),
         "between": (2.5, 2, 1, 0, 0),
@@ -285,6 +300,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "given back": (2.5, 0, 0, 0, 2.5),
     }),
     "a frozen block": (2, a_step_with_a_frozen_block, {}, {
+        "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 3, 0, 0, 0),
         "between": (2.5, 2, 0, 0, 0),
@@ -423,19 +439,24 @@ def test_weights_that_all_gather_themselves_are_counted_in_the_form_that_travels
             assert snapshot.total_bytes == sizes["all"], moment
 
 
-@on_ranks(2)
-def test_small_groups_on_the_host_keep_memory_for_parameters() -> None:
+def small_model() -> list[MemorySnapshot]:
     """After a step, and after its gradients were cleared; then after another with a look at each event."""
     model = fully_shard(nn.Linear(256, 256, bias=False))
-    size, kept = 256 * 256 * 4, []
+    snapshots = []
     for is_watched in (False, True, False):
         observe(model, (lambda *_: memory_snapshot(model)) if is_watched else lambda *_: None)
         model(torch.ones(2, 256)).sum().backward()
-        for clear in (lambda: None, model.zero_grad):
-            clear()
-            snapshot = memory_snapshot(model)
-            kept.append((snapshot.kept_storage_bytes, snapshot.reduced_gradient_bytes))
-    assert kept == [(size, size // 2), (size, 0)] * 3
+        snapshots.append(memory_snapshot(model))
+        model.zero_grad()
+        snapshots.append(memory_snapshot(model))
+    return snapshots
+
+
+def test_small_groups_on_the_host_keep_memory_for_parameters(world2: World) -> None:
+    size = 256 * 256 * 4
+    for snapshots in world2.run(small_model):
+        kept = [(s.kept_storage_bytes, s.reduced_gradient_bytes) for s in snapshots]
+        assert kept == [(size, size // 2), (size, 0)] * 3
 
 
 # --- states and reasons ---------------------------------------------------------------------------
@@ -447,7 +468,8 @@ def tables() -> dict[str, str]:
 
 
 def test_the_table_says_which_block_is_in_memory_and_why(world2: World) -> None:
-    found = alike(world2.run(tables))
+    found, other = world2.run(tables)
+    assert found == other
     assert_expected_inline(
         found["in forward"],
         """\
@@ -460,6 +482,19 @@ blocks.2  unsharding  empty            2.4        4.7     -               -     
 blocks.3  sharded     empty            2.4          -     -               -        -
 ----------------------------------------------------------------------------------------------------------------------------------------------------------
 total                                 11.8       14.2     -               -        -""",
+    )
+    assert_expected_inline(
+        found["between"],
+        """\
+group     parameters  gradients  MB shards  unsharded  kept  full gradients  reduced  in memory because
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+Stack     unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
+blocks.0  sharded     empty            2.4          -     -               -        -
+blocks.1  sharded     empty            2.4          -     -               -        -
+blocks.2  sharded     empty            2.4          -     -               -        -
+blocks.3  unsharded   empty            2.4        4.7     -               -        -  the next backward probably begins with it
+----------------------------------------------------------------------------------------------------------------------------------------------------------
+total                                 11.8        9.4     -               -        -""",
     )
     assert_expected_inline(
         found["in backward"],
@@ -558,21 +593,27 @@ def test_each_state_has_its_reason(world2: World) -> None:
         }
 
 
-@on_ranks(2)
-def test_a_snapshot_is_of_the_groups_inside() -> None:
+def groups_of_a_part() -> list[tuple[str, tuple[str, ...]]]:
     model = even_tower()
     fully_shard([model.blocks[1], model.blocks[2]])
     fully_shard(model)
-    (group,) = memory_snapshot(model.blocks).groups
-    assert (group.name, group.modules) == ("blocks.1, blocks.2", ("blocks.1", "blocks.2"))
+    return [(group.name, group.modules) for group in memory_snapshot(model.blocks).groups]
 
 
-@on_ranks(2)
-def test_what_has_no_values_takes_no_memory() -> None:
+def test_a_snapshot_is_of_the_groups_inside(world2: World) -> None:
+    assert world2.run(groups_of_a_part) == [[("blocks.1, blocks.2", ("blocks.1", "blocks.2"))]] * 2
+
+
+def on_meta() -> MemorySnapshot:
     with torch.device("meta"):
-        snapshot = memory_snapshot(fully_shard(nn.Linear(4, 4)))
-    assert snapshot.total_bytes == 0
-    assert snapshot.groups[0].state == "sharded"
+        model = nn.Linear(4, 4)
+    return memory_snapshot(fully_shard(model))
+
+
+def test_what_has_no_values_takes_no_memory(world2: World) -> None:
+    for snapshot in world2.run(on_meta):
+        assert snapshot.total_bytes == 0
+        assert snapshot.groups[0].state == "sharded"
 
 
 def test_totals_are_sums_and_nothing_can_be_changed() -> None:

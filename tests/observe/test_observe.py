@@ -4,8 +4,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness import World
 from models import built, even_tower, random_batch
-from on_ranks import on_ranks
 from reference import mean_of_squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,9 +37,9 @@ def counted(replicates: bool) -> tuple[CollectiveCounts, CollectiveCounts, Colle
     return step, both, block
 
 
-@on_ranks(2)
-def test_each_block_is_unsharded_twice_and_reduced_once() -> None:
-    step, both, block = counted(replicates=False)
+def test_each_block_is_unsharded_twice_and_reduced_once(world2: World) -> None:
+    (step, both, block), other = world2.run(counted, False)
+    assert (step, both, block) == other
     blocks = sorted(name for name in step.all_gather if name.startswith("blocks."))
     assert len(blocks) > 1
     assert step.all_gather == Counter({**dict.fromkeys(blocks, 2), "Tower": 1})
@@ -50,12 +50,11 @@ def test_each_block_is_unsharded_twice_and_reduced_once() -> None:
     assert block.all_gather == Counter({"blocks.0": 2})
 
 
-@on_ranks(2)
-def test_replicas_only_reduce() -> None:
-    step, *_ = counted(replicates=True)
-    assert not +step.all_gather
-    assert not +step.reduce_scatter
-    assert set(step.all_reduce.values()) == {1}
+def test_replicas_only_reduce(world2: World) -> None:
+    for step, *_ in world2.run(counted, True):
+        assert not +step.all_gather
+        assert not +step.reduce_scatter
+        assert set(step.all_reduce.values()) == {1}
 
 
 def test_what_is_not_sharded_is_refused() -> None:

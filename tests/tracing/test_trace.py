@@ -1,7 +1,6 @@
 """What a trace of a real step records, on any number of ranks."""
 
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from dynamo import forget_graphs
 from harness import World
 from models import SquareBlock, built, random_batch, shard_tower
-from on_ranks import on_ranks
 from reference import mean_of_squares
 from simulated_device import streams_on_the_host
 from torch import Tensor, nn
@@ -102,13 +100,14 @@ def assert_waits_lie_in_transfers(recording: Recording) -> None:
         assert any(s.start_ns <= wait.start_ns and wait.end_ns <= s.end_ns for s in sent), wait
 
 
-def test_bytes_counts_and_order_are_those_of_the_step(world4: World) -> None:
-    for rank, recording in enumerate(world4.run(recorded)):
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_counts_and_order_are_those_of_the_step(world: int, world2: World, world4: World) -> None:
+    for rank, recording in enumerate((world2 if world == 2 else world4).run(recorded)):
         assert recording.rank == rank
         assert_is_a_step(recording)
         assert_waits_lie_in_transfers(recording)
-        sent = dict.fromkeys(BLOCKS, BLOCK_BYTES * 3 // 4)
-        sent["Model"] = ROOT_BYTES * 3 // 4
+        sent = dict.fromkeys(BLOCKS, BLOCK_BYTES * (world - 1) // world)
+        sent["Model"] = ROOT_BYTES * (world - 1) // world
         gathers, reductions = recording.of_row("all-gather"), recording.of_row("reduce-scatter")
         assert {s.num_bytes == sent[s.name] for s in gathers} == {True}
         # The last block stays unsharded for backward, as the root does.
@@ -130,34 +129,78 @@ def test_a_rank_that_is_alone_sends_nothing(world1: World) -> None:
     assert {(group.unshards, group.reductions) for group in recording.groups} == {(0, 0)}
 
 
-@on_ranks(2)
-def test_replicas_alone_only_all_reduce() -> None:
-    recording = recorded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
-    assert_is_a_step(recording)
-    assert_waits_lie_in_transfers(recording)
-    summed = {s.name: s.num_bytes for s in recording.of_row("all-reduce")}
-    assert summed == dict.fromkeys(BLOCKS, BLOCK_BYTES) | {"Model": ROOT_BYTES}
-    assert not recording.of_row("all-gather")
-    assert not recording.of_row("reduce-scatter")
+def hybrid() -> Recording:
+    return recorded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
 
 
-@on_ranks(2)
-def test_memory_is_that_of_the_snapshots() -> None:
+def replicated() -> Recording:
+    return recorded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+
+
+def test_shards_with_replicas_are_reduced_twice(world4: World) -> None:
+    for recording in world4.run(hybrid):
+        assert_is_a_step(recording)
+        assert_waits_lie_in_transfers(recording)
+        sums = recording.of_row("all-reduce")
+        # Each rank has half a block, and of that it sends and receives half, twice: to sum, and the sums.
+        assert {s.name: s.num_bytes for s in sums} == dict.fromkeys(BLOCKS, BLOCK_BYTES // 2) | {
+            "Model": ROOT_BYTES // 2
+        }
+        assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {
+            BLOCK_BYTES // 2
+        }
+
+
+def test_replicas_alone_only_all_reduce(world2: World) -> None:
+    for recording in world2.run(replicated):
+        assert_is_a_step(recording)
+        assert {s.name: s.num_bytes for s in recording.of_row("all-reduce")} == dict.fromkeys(
+            BLOCKS, BLOCK_BYTES
+        ) | {"Model": ROOT_BYTES}
+        assert not recording.of_row("all-gather")
+        assert not recording.of_row("reduce-scatter")
+
+
+def held() -> tuple[Recording, int, int]:
     model = build()
     step = training(model)
     step()
     before = memory_snapshot(model).total_bytes
     with shardwise.trace(model) as trace:
         step()
-    samples = trace.recording.memory
-    assert samples[0].total == before
-    assert samples[-1].total == memory_snapshot(model).total_bytes
-    assert {sample.shards for sample in samples} == {(DEPTH * BLOCK_BYTES + ROOT_BYTES) // 2}
-    # The root, the block that computes and the one that is unsharded ahead.
-    assert max(sample.unsharded for sample in samples) == ROOT_BYTES + 2 * BLOCK_BYTES
-    assert max(sample.reduced_gradients for sample in samples) == (DEPTH * BLOCK_BYTES + ROOT_BYTES) // 2
-    assert BLOCK_BYTES <= max(sample.full_gradients for sample in samples) <= ROOT_BYTES + 2 * BLOCK_BYTES
-    assert [sample.at_ns for sample in samples] == sorted(sample.at_ns for sample in samples)
+    return trace.recording, before, memory_snapshot(model).total_bytes
+
+
+def test_memory_is_that_of_the_snapshots(world2: World) -> None:
+    for recording, before, after in world2.run(held):
+        samples = recording.memory
+        assert samples[0].total == before
+        assert samples[-1].total == after
+        assert {sample.shards for sample in samples} == {(DEPTH * BLOCK_BYTES + ROOT_BYTES) // 2}
+        # The root, the block that computes and the one that is unsharded ahead.
+        assert max(sample.unsharded for sample in samples) == ROOT_BYTES + 2 * BLOCK_BYTES
+        assert max(sample.reduced_gradients for sample in samples) == (DEPTH * BLOCK_BYTES + ROOT_BYTES) // 2
+        assert BLOCK_BYTES <= max(sample.full_gradients for sample in samples) <= ROOT_BYTES + 2 * BLOCK_BYTES
+        assert [sample.at_ns for sample in samples] == sorted(sample.at_ns for sample in samples)
+
+
+def accumulated() -> list[Recording]:
+    model = build()
+    backward(model)
+    found = []
+    for is_last in (False, True):
+        with shardwise.trace(model) as trace:
+            model.set_requires_gradient_sync(is_last)
+            backward(model)
+        found.append(trace.recording)
+    return found
+
+
+def test_a_microbatch_without_synchronisation_reduces_nothing(world2: World) -> None:
+    for first, last in world2.run(accumulated):
+        assert {group.reductions for group in first.groups} == {0}
+        assert not first.of_row("reduce-scatter")
+        assert {group.reductions for group in last.groups} == {1}
 
 
 class Checkpointed(Model):
@@ -167,24 +210,27 @@ class Checkpointed(Model):
         return self.outlet(x)
 
 
-@on_ranks(2)
-def test_a_recomputation_is_told_from_the_backward_around_it() -> None:
-    model = shard_tower(built(Checkpointed, seed=0))
+def checkpointed() -> Recording:
+    model = built(Checkpointed, seed=0)
+    shard_tower(model)
     backward(model)
     with shardwise.trace(model) as trace:
         backward(model)
-    computed = trace.recording.of_row("computation")
-    again = [s.name for s in computed if s.phase == "recomputation"]
-    assert list(dict.fromkeys(again)) == BLOCKS[::-1]
-    assert_disjoint(computed)
-    for name in BLOCKS:
-        (*_, last) = [s for s in computed if s.name == name]
-        assert last.phase == "backward"
+    return trace.recording
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_compiled_blocks_are_seen_as_others() -> None:
+def test_a_recomputation_is_told_from_the_backward_around_it(world2: World) -> None:
+    for recording in world2.run(checkpointed):
+        computed = recording.of_row("computation")
+        again = [s.name for s in computed if s.phase == "recomputation"]
+        assert list(dict.fromkeys(again)) == BLOCKS[::-1]
+        assert_disjoint(computed)
+        for name in BLOCKS:
+            (*_, last) = [s for s in computed if s.name == name]
+            assert last.phase == "backward"
+
+
+def compiled() -> tuple[Recording, Recording]:
     forget_graphs()
     model = build()
     for block in model.blocks:
@@ -193,25 +239,38 @@ def test_compiled_blocks_are_seen_as_others() -> None:
     step()
     with shardwise.trace(model) as trace:
         step()
-    assert_is_a_step(trace.recording)
-    graphs, plain = (
-        [(s.name, s.num_bytes) for s in each.of_row("all-gather")] for each in (trace.recording, recorded())
-    )
-    assert graphs == plain
+    plain = recorded()
+    return trace.recording, plain
 
 
-@on_ranks(2)
-def test_a_trace_changes_no_value_and_leaves_no_thread() -> None:
+@pytest.mark.slow
+def test_compiled_blocks_are_seen_as_others(world2: World) -> None:
+    for graphs, plain in world2.run(compiled):
+        assert_is_a_step(graphs)
+        assert [(s.name, s.num_bytes) for s in graphs.of_row("all-gather")] == [
+            (s.name, s.num_bytes) for s in plain.of_row("all-gather")
+        ]
+
+
+def values() -> tuple[list[Tensor], list[Tensor], list[str]]:
     found = []
-    for is_traced in (True, False):
+    for traces in (True, False):
         model = build(comm_policy=CommPolicy(prefetch=2))
         step = training(model)
         for index in range(3):
-            with shardwise.trace(model) if is_traced else nullcontext():
+            if traces:
+                with shardwise.trace(model):
+                    step(index)
+            else:
                 step(index)
         found.append([param.full_tensor().detach() for param in model.parameters()])
-    assert all(map(torch.equal, *found))
-    assert not [thread for thread in threading.enumerate() if "trace" in thread.name]
+    return found[0], found[1], [thread.name for thread in threading.enumerate()]
+
+
+def test_a_trace_changes_no_value_and_leaves_no_thread(world2: World) -> None:
+    for traced, plain, threads in world2.run(values):
+        assert all(map(torch.equal, traced, plain))
+        assert not [name for name in threads if "trace" in name]
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -227,96 +286,125 @@ def state_of(model: nn.Module) -> list[object]:
     ]
 
 
-@on_ranks(2)
-def test_an_exception_ends_the_trace_and_leaves_the_model_as_it_was() -> None:
+def failing() -> tuple[list[object], str, bool]:
     model = build()
     step = training(model)
     step()
-    handle = model.blocks[1].register_forward_pre_hook(lambda *_: 1 // 0)
+    block = model.blocks[1]
+    handle = block.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError), shardwise.trace(model) as trace:
         step()
     handle.remove()
-    assert state_of(model) == [None, None, False, False, False, False]
-    with pytest.raises(RuntimeError, match="has recorded nothing yet: its block still runs, or has raised"):
+    left = state_of(model)
+    with pytest.raises(RuntimeError) as caught:
         trace.save("never.html")
     step()
     with shardwise.trace(model) as trace:
         step()
     assert_is_a_step(trace.recording)
-    assert state_of(model) == [None, None, False, False, False, False]
+    return left, str(caught.value), state_of(model) == left
 
 
-@on_ranks(2)
-def test_a_second_trace_of_the_same_model_is_refused() -> None:
+def test_an_exception_ends_the_trace_and_leaves_the_model_as_it_was(world2: World) -> None:
+    for left, message, same in world2.run(failing):
+        assert left == [None, None, False, False, False, False]
+        assert "has recorded nothing yet: its block still runs, or has raised" in message
+        assert same
+
+
+def nested() -> str:
     model = build()
-    with (
-        shardwise.trace(model),
-        pytest.raises(RuntimeError, match=r"^trace: a trace of this model is running"),
-    ):
-        shardwise.trace(model.blocks[0]).__enter__()
+    with shardwise.trace(model), pytest.raises(RuntimeError) as caught, shardwise.trace(model.blocks[0]):
+        pass
     backward(model)
+    return str(caught.value)
 
 
-@on_ranks(2)
-def test_explain_shows_what_the_last_trace_saw() -> None:
+def test_a_second_trace_of_the_same_model_is_refused(world2: World) -> None:
+    for message in world2.run(nested):
+        assert message.startswith("trace: a trace of this model is running")
+
+
+def explained() -> tuple[str, str]:
     model = build()
     before = shardwise.explain(model)
     step = training(model)
     step()
     with shardwise.trace(model):
         step()
-    after = shardwise.explain(model)
-    assert after.startswith(before)
-    title, head, _, *lines = after.removeprefix(before).strip().splitlines()
-    assert title == "the last trace, on this rank"
-    assert head.split() == ["group", "unsharded", "reduced", "MB", "sent", "ms", "waited", "uncovered"]
-    # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
-    block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
-    assert [line.split()[:4] for line in lines] == [
-        ["Model", "1", "1", f"{2 * root:.4f}"],
-        ["blocks.0", "2", "1", f"{3 * block:.4f}"],
-        ["blocks.1", "2", "1", f"{3 * block:.4f}"],
-        ["blocks.2", "1", "1", f"{2 * block:.4f}"],
-    ]
+    return before, shardwise.explain(model)
 
 
-@on_ranks(2)
-def test_one_rank_may_trace_one_block_alone() -> None:
+def test_explain_shows_what_the_last_trace_saw(world2: World) -> None:
+    for before, after in world2.run(explained):
+        assert after.startswith(before)
+        title, head, _, *lines = after.removeprefix(before).strip().splitlines()
+        assert title == "the last trace, on this rank"
+        assert head.split() == ["group", "unsharded", "reduced", "MB", "sent", "ms", "waited", "uncovered"]
+        cells = [line.split()[:4] for line in lines]
+        # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
+        block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
+        assert cells == [
+            ["Model", "1", "1", f"{2 * root:.4f}"],
+            ["blocks.0", "2", "1", f"{3 * block:.4f}"],
+            ["blocks.1", "2", "1", f"{3 * block:.4f}"],
+            ["blocks.2", "1", "1", f"{2 * block:.4f}"],
+        ]
+
+
+def of_one_rank() -> int:
     model = build()
     backward(model)
-    if torch.distributed.get_rank() == 1:
-        backward(model)
-        return
-    with shardwise.trace(model.blocks[0], on_all_ranks=False) as trace:
-        backward(model)
-    assert {span.name for span in trace.recording.spans} == {"blocks.0"}
-    assert not trace.recording.is_aligned
-    assert len(trace.recording.spans) > 3
+    if torch.distributed.get_rank() == 0:
+        with shardwise.trace(model.blocks[0], on_all_ranks=False) as trace:
+            backward(model)
+        assert {span.name for span in trace.recording.spans} == {"blocks.0"}
+        assert not trace.recording.is_aligned
+        return len(trace.recording.spans)
+    backward(model)
+    return 0
 
 
-@on_ranks(2)
-def test_models_beside_each_other_are_told_apart() -> None:
+def test_one_rank_may_trace_one_block_alone(world2: World) -> None:
+    first, second = world2.run(of_one_rank)
+    assert first > 3
+    assert second == 0
+
+
+def of_models_beside_each_other() -> tuple[list[tuple[str, int]], list[str]]:
     """Two models of one class, each with a root of its own, in a module that is not sharded."""
     both = nn.ModuleList([build(), build()])
     with shardwise.trace(both) as trace:
         for model in both:
             backward(model)
-    names = ["Model", *BLOCKS]
     works = [(work.name, work.unshards) for work in trace.groups]
-    assert works == list(zip([*names, *(f"{name}'" for name in names)], [1, 2, 2, 1] * 2, strict=True))
-    gathered = [span.name for span in trace.recording.of_row("all-gather")]
-    assert [name for name in gathered if name.startswith("Model")] == ["Model", "Model'"]
+    return works, [
+        span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")
+    ]
 
 
-@on_ranks(2)
-def test_on_a_device_times_are_those_of_events_on_its_streams() -> None:
+def test_models_beside_each_other_are_told_apart(world2: World) -> None:
+    for works, roots in world2.run(of_models_beside_each_other):
+        names = ["Model", *BLOCKS]
+        assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
+        assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
+        assert roots == ["Model", "Model'"]
+
+
+def on_streams() -> tuple[Recording, list[str]]:
     mesh = init_device_mesh("cpu", (2,))  # by default that of the accelerator, which there seems to be
-    with streams_on_the_host():
+    with streams_on_the_host() as device:
         recording = recorded(mesh=mesh)
-    assert_is_a_step(recording)
-    assert [s.name for s in recording.of_row("all-gather")] == ["Model", *BLOCKS, *BLOCKS[-2::-1]]
-    halves = {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS}
-    assert halves == {BLOCK_BYTES // 2}
+        return recording, device.log
+
+
+def test_on_a_device_times_are_those_of_events_on_its_streams(world2: World) -> None:
+    for recording, _ in world2.run(on_streams):
+        assert_is_a_step(recording)
+        assert [s.name for s in recording.of_row("all-gather")] == ["Model", *BLOCKS, *BLOCKS[-2::-1]]
+        assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {
+            BLOCK_BYTES // 2
+        }
 
 
 def test_what_is_not_sharded_is_refused() -> None:
