@@ -1,15 +1,14 @@
 """Folders of checkpoints: two jobs in one, what crashes leave in them, and who may read them."""
 
 import itertools
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointing import inside, saved_step, value_at
+from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -30,27 +31,10 @@ from shardwise.checkpoint.writing import write
 from shardwise.ranks.rank_group import RankGroup
 
 
-def saved(path: Path, value: float = 1.0, **options: Any) -> None:
-    model = nn.Linear(2, 2)
-    nn.init.constant_(model.weight, value)
-    save_checkpoint(path, model, shared={"value": value}, **options)
-
-
-def value_at(path: Path) -> float:
-    model = nn.Linear(2, 2)
-    value: float = load_checkpoint(path, model).shared["value"]
-    assert model.weight.unique().tolist() == [value]
-    return value
-
-
-def inside(directory: Path) -> list[str]:
-    return sorted(each.name for each in directory.iterdir())
-
-
 @pytest.mark.parametrize("name", ["step-1.partial", "step-1.previous", "partial", "a.b.removed"])
 def test_any_name_that_is_saved_is_loaded(tmp_path: Path, name: str) -> None:
     for value in (1.0, 2.0):
-        saved(tmp_path / name, value)
+        saved_step(tmp_path / name, value)
         assert value_at(tmp_path / name) == value
     assert inside(tmp_path) == [name]
 
@@ -73,7 +57,7 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
 ) -> None:
     path = tmp_path / "step-1"
     if not is_first:
-        saved(path, 1.0)
+        saved_step(path, 1.0)
     real, others = getattr(folders, moment), []
 
     def after_another(*args: Any) -> Any:
@@ -84,7 +68,7 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
         return result
 
     with mock.patch.object(folders, moment, after_another):
-        saved(path, 2.0)
+        saved_step(path, 2.0)
     assert others
     assert value_at(path) == (3.0 if moment in ("publish", "forget_previous") else 2.0)
     assert inside(tmp_path) == ["step-1"]
@@ -92,7 +76,7 @@ def test_two_jobs_that_save_to_one_path_leave_one_whole_checkpoint(
 
 def test_a_job_that_saves_where_another_one_removes_remains(tmp_path: Path) -> None:
     path, others = tmp_path / "step-1", []
-    saved(path)
+    saved_step(path)
     (path / ".metadata").unlink()
     real = shutil.rmtree
 
@@ -107,7 +91,7 @@ def test_a_job_that_saves_where_another_one_removes_remains(tmp_path: Path) -> N
             real(place, **options)
 
     with mock.patch.object(shutil, "rmtree", with_another):
-        saved(path, 2.0)
+        saved_step(path, 2.0)
     assert others
     assert value_at(path) == 3.0
     assert inside(tmp_path) == ["step-1"]
@@ -115,7 +99,7 @@ def test_a_job_that_saves_where_another_one_removes_remains(tmp_path: Path) -> N
 
 def test_a_path_at_which_another_job_replaces_its_checkpoint_is_not_foreign(tmp_path: Path) -> None:
     path, asked = tmp_path / "step-1", []
-    saved(path)
+    saved_step(path)
     real = folders.is_complete
 
     def is_complete(place: Path) -> bool:
@@ -123,7 +107,7 @@ def test_a_path_at_which_another_job_replaces_its_checkpoint_is_not_foreign(tmp_
         return len(asked) > 1 and real(place)  # the first time, the other job has just moved it away
 
     with mock.patch.object(folders, "is_complete", is_complete):
-        saved(path, 2.0)
+        saved_step(path, 2.0)
     assert value_at(path) == 2.0
 
 
@@ -136,7 +120,7 @@ def test_a_job_that_never_comes_to_save_says_that_another_one_does(tmp_path: Pat
             another_job_saves(path, 3.0)
 
     with mock.patch.object(folders, "_set_aside", with_another):
-        text = refusal(saved, path, 2.0)
+        text = refusal(saved_step, path, 2.0)
     assert_expected_inline(
         text.replace(str(tmp_path), "RUN"),
         """FileExistsError: RUN/step-1: another job saves there again and again, so that this save could not be moved there. What is there is the other's. Give each job a path of its own.""",
@@ -209,10 +193,10 @@ def test_loads_beside_a_job_that_saves_there_again_and_again(tmp_path: Path) -> 
     assert len(values) > 1
 
 
-def test_more_files_than_are_kept_open(world4: World, tmp_path: Path) -> None:
+def test_more_files_than_are_kept_open(world2: World, tmp_path: Path) -> None:
     path, model = tmp_path / "last", nn.Linear(2, 2)
-    world4.run(saved, path)
-    with mock.patch.object(folders, "_MOST_OPEN", 2):
+    world2.run(saved_step, path)
+    with mock.patch.object(folders, "_MOST_OPEN", 1):
         load_checkpoint(path, model)
     assert model.weight.unique().tolist() == [1.0]
 
@@ -223,10 +207,8 @@ def test_more_files_than_are_kept_open(world4: World, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def dead_token() -> str:
     """Of a process that has ended."""
-    code = "from shardwise.checkpoint.folders import new_token; print(new_token())"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as processes:
+        return processes.submit(folders.new_token).result()
 
 
 def left_behind(directory: Path, name: str, token: str | None, kind: str, *files: str) -> str:
@@ -254,39 +236,43 @@ def test_remains_of_dead_saves_are_removed_and_nothing_else(tmp_path: Path, dead
         left_behind(tmp_path, "step-7", own, "partial"),  # of a save in this process
     ]
     with folders.running(own):
-        saved(tmp_path / "step-10")
+        saved_step(tmp_path / "step-10")
     assert inside(tmp_path) == sorted([*stays, "step-10"])
-    saved(tmp_path / "step-11")
+    saved_step(tmp_path / "step-11")
     assert inside(tmp_path) == sorted([*stays[:-1], "step-10", "step-11"])
 
 
-def test_remains_of_an_interrupted_removal_are_removed(tmp_path: Path, dead_token: str) -> None:
+def test_remains_of_an_interrupted_removal_are_no_checkpoints_and_are_removed(
+    tmp_path: Path, dead_token: str
+) -> None:
     for step in (1, 2, 3):
-        saved(tmp_path / f"step-{step}")
+        saved_step(tmp_path / f"step-{step}")
     with (
         mock.patch("shutil.rmtree", side_effect=OSError("the disk is away")),
         pytest.raises(OSError, match=r"step-4 is saved, but what it replaces could not be removed.*away"),
     ):
-        saved(tmp_path / "step-4", keep=1)
+        saved_step(tmp_path / "step-4", keep=1)
     assert any(name.endswith(".removed") for name in inside(tmp_path))
-    saved(tmp_path / "step-0")
+    assert refusal(load_checkpoint, tmp_path / "step-3", nn.Linear(2, 2)).startswith("FileNotFoundError")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
+    saved_step(tmp_path / "step-0")
     (tmp_path / "step-0" / ".metadata").unlink()  # as older versions began
     # What another's crash has set aside is a checkpoint as any other, and too old.
     (tmp_path / "step-1").rename(tmp_path / f".step-1.{dead_token}.previous")
-    saved(tmp_path / "step-5", 5.0, keep=1)
+    saved_step(tmp_path / "step-5", 5.0, keep=1)
     assert inside(tmp_path) == ["step-5"]
     assert value_at(tmp_path / "step-5") == 5.0
 
 
 def test_a_checkpoint_that_a_crash_set_aside_is_found(tmp_path: Path, dead_token: str) -> None:
-    saved(tmp_path / "step-1", 7.0)
+    saved_step(tmp_path / "step-1", 7.0)
     (tmp_path / "step-1").rename(tmp_path / f".step-1.{dead_token}.previous")
     latest = latest_checkpoint(tmp_path)
     assert latest is not None
     assert value_at(latest) == value_at(tmp_path / "step-1") == 7.0
-    saved(tmp_path / "step-2", 8.0)
+    saved_step(tmp_path / "step-2", 8.0)
     assert value_at(tmp_path / "step-1") == 7.0
-    saved(tmp_path / "step-1", 9.0)
+    saved_step(tmp_path / "step-1", 9.0)
     assert value_at(tmp_path / "step-1") == 9.0
     assert inside(tmp_path) == ["step-1", "step-2"]
 
@@ -307,10 +293,9 @@ def saved_on_own_disk(folder: str) -> str:
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
 def test_a_failed_save_to_disks_of_hosts_leaves_nothing(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(saved_on_own_disk, str(tmp_path))
-    assert first == second
-    assert "__1_0.distcp is missing" in first
-    assert "on a file system that all of them share" in first
+    told = alike(world2.run(saved_on_own_disk, str(tmp_path)))
+    assert "__1_0.distcp is missing" in told
+    assert "on a file system that all of them share" in told
     assert [inside(tmp_path / f"host-{rank}") for rank in range(2)] == [[], []]
 
 
@@ -334,7 +319,7 @@ def as_nobody() -> Iterator[None]:
 def test_what_may_not_be_read_is_not_called_damaged(name: str, verify: bool) -> None:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "step-1"
-        saved(path)
+        saved_step(path)
         Path(place).chmod(0o755)
         (path / name).chmod(0)
         model = nn.Linear(2, 2)

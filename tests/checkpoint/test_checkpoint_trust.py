@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
@@ -234,10 +235,10 @@ def objects(folder: str) -> list[str]:
 
 
 def test_objects_are_made_only_where_they_are_trusted(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(objects, str(tmp_path))
-    assert first == second
     assert_expected_inline(
-        "\n".join(first).replace("pathlib._local.", "pathlib."),  # its home in Python 3.13
+        "\n".join(alike(world2.run(objects, str(tmp_path)))).replace(
+            "pathlib._local.", "pathlib."
+        ),  # its home in Python 3.13
         """\
 ValueError: RUN/shared: shared.it holds objects of posix.system. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded.
 ValueError: rank 0: RUN/per_rank: per_rank.0.it holds objects of posix.system. Making such an object can run any code, so only tensors and plain values are read. If you trust whoever wrote it, pass trust=True, or name the classes in torch.serialization.add_safe_globals. Nothing was loaded. (ranks 0, 1 failed)
@@ -290,6 +291,5 @@ def saved_with_warnings_as_errors(path: str) -> str:
 
 
 def test_a_warning_of_one_rank_that_is_an_error_is_one_on_all(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(saved_with_warnings_as_errors, str(tmp_path / "x"))
-    assert "rank 1: UserWarning: save_checkpoint: per_rank.1.numpy (" in first
-    assert first == second
+    told = alike(world2.run(saved_with_warnings_as_errors, str(tmp_path / "x")))
+    assert "rank 1: UserWarning: save_checkpoint: per_rank.1.numpy (" in told

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
+from on_ranks import on_ranks
 
 from shardwise.ranks import StopSignal
 
@@ -57,23 +58,21 @@ def test_one_process_stops_at_once() -> None:
     assert steps_done({(0, 3): TERM}, {}) == (4, 4.0, True)
 
 
-def fails_inside() -> bool:
-    """An error passes, and the next one works."""
-    before, passed = signal.getsignal(TERM), False
-    try:
+@on_ranks(2)
+def test_an_error_inside_passes_at_once_and_the_next_one_works() -> None:
+    before = signal.getsignal(TERM)
+
+    def fail() -> None:
         with StopSignal() as stop:
             for _ in range(1 + dist.get_rank()):  # one rank is further than the other
                 stop.requested()
             raise KeyError
-    except KeyError:
-        passed = True
+
+    with pytest.raises(KeyError):
+        fail()
     with StopSignal() as stop:
-        answers = [stop.requested() for _ in range(4)]
-    return passed and signal.getsignal(TERM) is before and not any(answers)
-
-
-def test_an_error_inside_passes_at_once_and_the_next_one_works(world2: World) -> None:
-    assert world2.run(fails_inside) == [True, True]
+        assert not any(stop.requested() for _ in range(4))
+    assert signal.getsignal(TERM) is before
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import HALF, Net, NoScalars, Run, Tied, by_block, everything, uninterrupted
-from comparing import assert_all_same
+from checkpointing import HALF, Net, NoScalars, Run, Tied, everything, uninterrupted
+from comparing import assert_all_same, assert_equal
 from harness import World
-from meshed import Layout
+from meshed import Layout, refusal
+from on_ranks import on_ranks
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import full_state_dict, load_full_state_dict
 from shardwise.state import load_full_optimizer_state_dict
@@ -88,19 +90,11 @@ WAYS = {
 }
 
 
-def by_block_of_torchs(model: nn.Module, layout: Layout | None) -> nn.Module:
-    if dist.is_initialized():
-        for block in getattr(model, "blocks", []):
-            torchs_fully_shard(block)
-        torchs_fully_shard(model)
-    return model
-
-
 RUNS = {
     "frozen": Run(NoScalars),
+    "scalars": Run(Net),
     "tied": Run(Tied),
     "hybrid": Run(NoScalars, layout=Layout((2, 2))),
-    "torch's": Run(NoScalars, by_block_of_torchs),
 }
 
 
@@ -129,13 +123,29 @@ def tensors_in(state: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-KINDS = [("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4)]
-OF_TORCH = pytest.param("torch's", 2, marks=pytest.mark.slow)
+ALWAYS = [
+    ("scalars", 2, "sharded"),
+    ("tied", 2, "sharded, on the host"),
+    ("scalars", 2, "sharded, flat"),
+    ("tied", 2, "sharded, flat, on the host"),
+    ("hybrid", 4, "sharded, apart"),
+    ("frozen", 2, "full"),
+    ("tied", 2, "full, from rank 0"),
+    ("frozen", 2, "full, on rank 0 alone, apart"),
+]
+CASES = [
+    (kind, world, way)
+    for kind, world in (("frozen", 2), ("frozen", 4), ("tied", 2), ("tied", 4), ("hybrid", 4), ("scalars", 2))
+    for way in WAYS
+    if kind != "scalars" or way.startswith("sharded")
+]
 
 
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "world"), [*KINDS, OF_TORCH], indirect=["world"])
+@pytest.mark.parametrize(
+    ("kind", "world", "way"),
+    [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    indirect=["world"],
+)
 def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
     run = RUNS[kind]
     found = world.run(goes_on, run, WAYS[way])
@@ -144,14 +154,6 @@ def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
     buffers = set() if kind == "tied" else {"Tensor"}
     for rank, (kinds, _) in enumerate(found):
         assert kinds == (set() if "alone" in way and rank > 0 else tensors | buffers)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("sharded")])
-def test_a_run_with_scalars_goes_on_from_shards(world2: World, way: str) -> None:
-    run = Run(Net)
-    found = world2.run(goes_on, run, WAYS[way])
-    assert_all_same([got for _, got in found], uninterrupted(run), ATOL)
 
 
 # --- options of one side --------------------------------------------------------------------------
@@ -180,25 +182,17 @@ def test_frozen_parameters_may_be_left_out(world2: World) -> None:
         assert_all_same([got], uninterrupted(Run(Net)), ATOL)
 
 
-def of_a_block(keeps_prefixes: bool) -> tuple[set[str], bool, set[str]]:
-    """The keys of a block's state, whether its values are those of the block, and the keys of its optimizer's."""
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+@on_ranks(2)
+def test_states_of_a_block(keeps_prefixes: bool) -> None:
     model, _ = half(Run(Net))
     block = model.blocks[1]
     options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps_prefixes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about submodules
         state = get_model_state_dict(model, submodules={block}, options=options)
-    expected = {name: value.full_tensor() for name, value in block.state_dict().items()}
     prefix = "blocks.1." if keeps_prefixes else ""
-    is_right = all(torch.equal(state[prefix + name], value) for name, value in expected.items())
-    return set(state), is_right, set(expected)
-
-
-@pytest.mark.parametrize("keeps_prefixes", [True, False])
-def test_states_of_a_block(world2: World, keeps_prefixes: bool) -> None:
-    for keys, is_right, names in world2.run(of_a_block, keeps_prefixes):
-        assert is_right
-        assert keys == {f"blocks.1.{name}" if keeps_prefixes else name for name in names}
+    assert_equal(state, {prefix + name: value.full_tensor() for name, value in block.state_dict().items()})
 
 
 LACKING = "blocks.0.up.weight"
@@ -206,10 +200,11 @@ LACKING = "blocks.0.up.weight"
 
 def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, list[str]]:
     """What a strict call says, and the keys that one which is not returns as missing."""
-    shard = by_block if is_sharded else nothing_sharded
-    model, other = [replace(Run(Net), shard=shard).start(seed)[0] for seed in (1, 2)]
+    model, other = [run_of(is_sharded).start(seed)[0] for seed in (1, 2)]
     state = get_model_state_dict(model, options=StateDictOptions(**options))
     del state[LACKING]
+    if is_sharded and options == FULL:
+        assert LACKING in refusal(load_full_state_dict, model, state)
     text = ""
     try:
         set_model_state_dict(other, dict(state), options=StateDictOptions(**options))
@@ -221,8 +216,8 @@ def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, 
     return text, found.missing_keys
 
 
-def nothing_sharded(model: nn.Module, layout: Layout | None) -> nn.Module:
-    return model
+def run_of(is_sharded: bool) -> Run:
+    return Run(Net) if is_sharded else Run(Net, shard=lambda model, layout: model)
 
 
 @pytest.mark.parametrize("options", [{}, FULL | FROM_RANK_0], ids=["sharded", "from rank 0"])
@@ -233,22 +228,10 @@ def test_strict_refuses_what_is_missing_by_name(world2: World, options: dict[str
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_does_not_miss_a_key_of_a_full_state(world2: World, is_sharded: bool) -> None:
+def test_torch_does_not_miss_a_key_of_a_full_state_and_our_loader_does(
+    world2: World, is_sharded: bool
+) -> None:
     assert world2.run(set_without_a_key, FULL, is_sharded) == [("", [])] * 2
-
-
-def refused_by_ours() -> str:
-    model, _ = Run(Net).start(1)
-    state = get_model_state_dict(model, options=StateDictOptions(**FULL))
-    del state[LACKING]
-    with pytest.raises(RuntimeError) as caught:
-        load_full_state_dict(model, state)
-    return str(caught.value)
-
-
-def test_our_loader_misses_a_key_of_a_full_state(world2: World) -> None:
-    for text in world2.run(refused_by_ours):
-        assert LACKING in text
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -293,65 +276,42 @@ def loads(run: Run) -> dict[str, Any]:
     return everything(app.model, app.optimizer)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("asynchronously", [False, True])
-@pytest.mark.parametrize(("first", "second"), [("world2", "world4"), ("world4", "world2")])
 def test_stateful_objects_change_the_number_of_ranks(
-    request: pytest.FixtureRequest, tmp_path: Path, first: str, second: str, asynchronously: bool
+    world2: World, world3: World, tmp_path: Path, asynchronously: bool
 ) -> None:
     run = replace(Run(Net), path=str(tmp_path / "saved"))
-    request.getfixturevalue(first).run(saves, run, asynchronously)
-    assert_all_same(request.getfixturevalue(second).run(loads, run), uninterrupted(run), ATOL)
+    first, second = (world3, world2) if asynchronously else (world2, world3)
+    first.run(saves, run, asynchronously)
+    assert_all_same(second.run(loads, run), uninterrupted(run), ATOL)
 
 
 # --- where torch fails, and what works ------------------------------------------------------------
 
 
-def full_and_flat(is_sharded: bool) -> str:
+@pytest.mark.parametrize("is_sharded", [True, False])
+@on_ranks(2)
+def test_torch_cannot_set_full_and_flat_states(is_sharded: bool) -> None:
     """Given back what it returned, torch looks for nested keys in a flat state."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if is_sharded:
-        by_block(model, None)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = run_of(is_sharded).start(1)
     options = StateDictOptions(**FULL, **FLAT)
     state = get_optimizer_state_dict(model, optimizer, options=options)
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match=r"'param_groups\.0\.params\.0'"):
         set_optimizer_state_dict(model, optimizer, state, options=options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_cannot_set_full_and_flat_states(world2: World, is_sharded: bool) -> None:
-    assert world2.run(full_and_flat, is_sharded) == ["'param_groups.0.params.0'"] * 2
 
 
 def calls_of_broadcast(is_sharded: bool) -> int:
     """How often this rank asks for what rank 0 has; it is not told, so that nobody waits."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    if is_sharded:
-        by_block(model, None)
-    options = StateDictOptions(**FULL, **OFFLOAD, **FROM_RANK_0)
-    optimizer = torch.optim.SGD(model.parameters())
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    called = 0
-
-    def counts(*args: Any, **kwargs: Any) -> None:
-        nonlocal called
-        called += 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.state_dict._load_optim_state_dict", lambda *args: None)
-        patch.setattr("torch.distributed.checkpoint.state_dict._broadcast_state_dict", counts)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optimizer_state,
-            options=options,
-        )
-    return called
+    model, optimizer = run_of(is_sharded).start(1)
+    way = Way(FULL | OFFLOAD, FULL | OFFLOAD | FROM_RANK_0)
+    states = way.get(model, optimizer)
+    module = "torch.distributed.checkpoint.state_dict"
+    with (
+        mock.patch(f"{module}._load_optim_state_dict"),
+        mock.patch(f"{module}._broadcast_state_dict") as asks,
+    ):
+        way.set(model, optimizer, states)
+    return asks.call_count
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -362,17 +322,14 @@ def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(
     assert world2.run(calls_of_broadcast, is_sharded) == [1, 0]
 
 
-def kinds_of_a_scalars_state() -> tuple[str, str]:
+@on_ranks(2)
+def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps() -> None:
+    """So that the next step fails; torch's own fully_shard takes no scalars."""
     states = WAYS["full"].get(*half(Run(Net)))
     model, optimizer = Run(Net).start(2)
     WAYS["full"].set(model, optimizer, states)
     kept = [optimizer.state[param]["exp_avg"] for param in (model.blocks[0].gain, model.outlet.weight)]
-    return type(kept[0]).__name__, type(kept[1]).__name__
-
-
-def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps(world2: World) -> None:
-    """So that the next step fails; torch's own fully_shard takes no scalars."""
-    assert world2.run(kinds_of_a_scalars_state) == [("Tensor", "DTensor")] * 2
+    assert [type(each) for each in kept] == [Tensor, DTensor]
 
 
 def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
@@ -390,8 +347,7 @@ def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
     return everything(fresh, fresh_optimizer)
 
 
-@pytest.mark.parametrize("reader", ["ours", "torch's"])
-@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize(("build", "reader"), [(Net, "ours"), (Tied, "ours"), (Net, "torch's")])
 def test_our_loaders_take_full_states_of_either(world2: World, build: type[nn.Module], reader: str) -> None:
     run = Run(build)
     assert_all_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)

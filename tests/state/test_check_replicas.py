@@ -8,10 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import OddModel, Tower, built, odd_model, random_batch, shard_tower
+from on_ranks import on_ranks
 from refusals import wrapped
 from strategies import FOUR, Plan, Wire
 from thread_ranks import ThreadRanks
@@ -41,20 +43,18 @@ def forward(model: nn.Module) -> None:
 # --- at the first forward -------------------------------------------------------------------------
 
 
-def first_forward(seeds: tuple[int, ...], mesh: Layout) -> list[str]:
+def first_forward(seeds: tuple[int, ...], mesh: Layout) -> str:
     model = shard_tower(built(Tower, seed=seeds[dist.get_rank()]), mesh=mesh.mesh())
     twice = [refusal(forward, model), refusal(forward, model)]
     assert twice[0] == twice[1]
     sync_module_states(model)
     forward(model)
-    return twice
+    return twice[0]
 
 
 def test_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
-    ranks = world4.run(first_forward, (0, 0, 1, 1), SQUARE)
-    assert ranks == [ranks[0]] * 4
     assert_expected_inline(
-        wrapped(ranks[0][0]),
+        wrapped(alike(world4.run(first_forward, (0, 0, 1, 1), SQUARE))),
         """\
 RuntimeError: inlet.weight and 15 more: the values on ranks 2, 3
 differed from those on ranks 0, 1 when fully_shard cut them, so their
@@ -65,55 +65,42 @@ check_equal_weights=False compares nothing.""",
     )
 
 
-def one_bit(rank: int, bit: int, plan: Plan) -> list[str]:
-    model = plan.shard(built(Tower, seed=0))
-    check_replicas(model)
-    if dist.get_rank() == rank:
-        flip(model.blocks[1].up.weight, bit)
-    return [refusal(check_replicas, model)]
-
-
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("bit", [0, 31, 52, 62])
 @pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy in ("ddp", "hybrid")], ids=str)
-def test_one_bit_on_one_rank_is_found_and_told_on_all(world4: World, plan: Plan, bit: int) -> None:
-    ranks = world4.run(one_bit, 3, bit, plan)
-    assert ranks == [ranks[0]] * 4
+@on_ranks(4)
+def test_one_bit_on_one_rank_is_found_and_told_on_all(plan: Plan, bit: int) -> None:
+    model = plan.shard(built(Tower, seed=0))
+    check_replicas(model)
+    if dist.get_rank() == 3:
+        flip(model.blocks[1].up.weight, bit)
     others = "rank 1" if plan.strategy == "hybrid" else "ranks 0-2"
     expected = f"blocks.1.up.weight: the copies on rank 3 differ from those on {others}."
-    assert ranks[0][0].startswith(f"RuntimeError: {expected}")
+    assert refusal(check_replicas, model).startswith(f"RuntimeError: {expected}")
 
 
-def exchanged_elements() -> str:
+@on_ranks(2)
+def test_two_elements_that_have_changed_places_are_found() -> None:
     model = fully_shard(built(Tower, seed=0), mesh=device_mesh((2, 1), ("replicate", "shard")))
     if dist.get_rank() == 1:
         local = model.inlet.weight.to_local().data.view(-1)
         local[[3, 40]] = local[[40, 3]]
-    return refusal(check_replicas, model)
+    assert "inlet.weight: the copies" in refusal(check_replicas, model)
 
 
-def test_two_elements_that_have_changed_places_are_found(world2: World) -> None:
-    assert all("inlet.weight: the copies" in text for text in world2.run(exchanged_elements))
-
-
-def scalars_apart() -> list[str]:
+@on_ranks(3)
+def test_scalars_that_every_rank_keeps_are_compared() -> None:
     torch.manual_seed(0)
     model = fully_shard(odd_model().double())
     if dist.get_rank() == 2:
         for block in model.blocks:
             block.scale.to_local().data.add_(1)
-    return [refusal(forward, model)]
+    expected = "blocks.0.scale and 1 more: the copies on rank 2 differ from those on ranks 0, 1."
+    assert refusal(forward, model).startswith(f"RuntimeError: {expected}")
 
 
-def test_scalars_that_every_rank_keeps_are_compared(world4: World) -> None:
-    ranks = world4.run(scalars_apart)
-    assert ranks == [ranks[0]] * 4
-    assert ranks[0][0].startswith(
-        "RuntimeError: blocks.0.scale and 1 more: the copies on rank 2 differ from those on ranks 0, 1, 3."
-    )
-
-
-def equal_models() -> None:
+@on_ranks(4)
+def test_equal_copies_pass_with_nans_and_on_the_host() -> None:
     for model in (built(Tower, seed=0), OddModel().double()):
         with torch.no_grad():
             for param in model.parameters():
@@ -126,24 +113,17 @@ def equal_models() -> None:
     check_replicas(nn.Linear(2, 2))
 
 
-def test_equal_copies_pass_with_nans_and_on_the_host(world4: World) -> None:
-    torch.manual_seed(0)
-    world4.run(equal_models)
-
-
-def tensor_parallel_replicas() -> str:
+@on_ranks(2)
+def test_what_tensor_parallelism_replicates_is_compared() -> None:
     mesh = device_mesh((2,), ("tp",))
     model = nn.LayerNorm(4)
     weight = torch.full((4,), float(dist.get_rank()))
     model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
-    return refusal(check_replicas, model)
+    assert refusal(check_replicas, model).startswith("RuntimeError: weight: ")
 
 
-def test_what_tensor_parallelism_replicates_is_compared(world2: World) -> None:
-    assert all(text.startswith("RuntimeError: weight: ") for text in world2.run(tensor_parallel_replicas))
-
-
-def unlike_where_they_may_be() -> None:
+@on_ranks(2)
+def test_what_is_nobodys_copy_is_not_compared() -> None:
     """Ignored and plain parameters, and shards that no other rank has."""
     model = built(Tower, seed=dist.get_rank())
     ignored = {model.inlet.weight.requires_grad_(False)}
@@ -153,45 +133,31 @@ def unlike_where_they_may_be() -> None:
     forward(model)
 
 
-def test_what_is_nobodys_copy_is_not_compared(world2: World) -> None:
-    world2.run(unlike_where_they_may_be)
-
-
 # --- what it costs --------------------------------------------------------------------------------
 
 
-def num_checks() -> list[int]:
+@on_ranks(4)
+def test_the_first_forward_with_gradients_compares_and_no_other() -> None:
     model = shard_tower(built(Tower, seed=0), mesh=SQUARE.mesh())
-    found = []
     with mock.patch.object(initial_values, "differing", wraps=initial_values.differing) as numbers:
         with torch.no_grad():
             forward(model)
-        found.append(numbers.call_count)
+        assert numbers.call_count == 0
         for _ in range(2):
             forward(model)
         model.set_requires_all_reduce(True)
         model._shardwise_state.root.start_over()
         forward(model)
-        found.append(numbers.call_count)
-    return found
+        assert numbers.call_count == 2  # what was cut, and copies
 
 
-def test_the_first_forward_with_gradients_compares_and_no_other(world4: World) -> None:
-    assert world4.run(num_checks) == [[0, 2]] * 4  # what was cut, and copies
-
-
-def agreements(layout: Layout) -> tuple[int, float]:
-    model = shard_tower(built(Tower, seed=0), mesh=layout.mesh())
-    with Wire() as wire:
-        check_replicas(model)
-    return wire.agreements, wire.bytes
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"), [(SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)], ids=str
-)
-def test_it_reduces_a_few_numbers_whatever_the_model(world4: World, layout: Layout, expected: int) -> None:
-    assert world4.run(agreements, layout) == [(expected, 0.0)] * 4
+@on_ranks(4)
+def test_it_reduces_a_few_numbers_whatever_the_model() -> None:
+    for layout, expected in ((SQUARE, 7), (Layout((4, 1)), 2), (Layout((1, 4)), 1)):
+        model = shard_tower(built(Tower, seed=0), mesh=layout.mesh())
+        with Wire() as wire:
+            check_replicas(model)
+        assert (wire.agreements, wire.bytes) == (expected, 0.0), layout
 
 
 CHECKSUMS = replicas.Checksums()  # with memory that all tensors here share
@@ -260,9 +226,8 @@ def without_values_on_one_rank() -> str:
 
 
 def test_what_one_rank_cannot_compare_is_refused_on_all(world2: World) -> None:
-    first, second = world2.run(without_values_on_one_rank)
-    assert first == second
-    assert "check_replicas: 22 parameters are still on the meta device" in first
+    told = alike(world2.run(without_values_on_one_rank))
+    assert "check_replicas: 22 parameters are still on the meta device" in told
 
 
 def test_what_cannot_be_compared_is_refused(world1: World) -> None:

@@ -1,15 +1,17 @@
 """A moving average of sharded weights: that of plain weights, swapped in and out, saved and resumed."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from arrangements import WAYS, Way, built, world_of
-from comparing import same
+from arrangements import WAYS, Way, built
+from comparing import alike, assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from shardwise import full_state_dict, fully_shard
@@ -41,8 +43,11 @@ def averaged_plainly(way: Way) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name in trainable}
 
 
-def averaged(way: Way) -> Any:
-    model = way.model()
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@on_ranks()
+def test_the_average_is_that_of_plain_weights(way: Way) -> None:
+    model, want = way.model(), averaged_plainly(way)
     ema = EMA(model, DECAY)
     for step in range(STEPS):
         push(model, step)
@@ -50,23 +55,17 @@ def averaged(way: Way) -> Any:
     before = full_state_dict(model, rank0_only=False)
     with ema.swap():
         inside = full_state_dict(model, rank0_only=False)
-    return before, inside, full_state_dict(model, rank0_only=False)
+    for name, value in want.items():
+        torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
+    kept = {name: value for name, value in inside.items() if name not in want}
+    assert_equal(kept, {name: before[name] for name in kept})  # buffers, and what is not trained
+    assert_equal(full_state_dict(model, rank0_only=False), before)
 
 
-@pytest.mark.sample(9)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_average_is_that_of_plain_weights(way: Way, request: pytest.FixtureRequest) -> None:
-    want = averaged_plainly(way)
-    for before, inside, after in world_of(way, request).run(averaged, way):
-        for name, value in want.items():
-            torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=0)
-        kept = {name: value for name, value in inside.items() if name not in want}
-        assert same(kept, {name: before[name] for name in kept})  # buffers, and what is not trained
-        assert same(after, before)
-
-
-def forwards_around_a_swap(way: Way) -> list[Tensor]:
-    model = way.model()
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(1)], ids=str)
+@on_ranks()
+def test_forward_uses_the_average_inside_and_the_weights_outside(way: Way) -> None:
+    model, plain = way.model(), built(way.build)
     x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
     ema = EMA(model, 0.0)  # the weights of the last update
     push(model, 1)
@@ -75,64 +74,44 @@ def forwards_around_a_swap(way: Way) -> list[Tensor]:
         with ema.swap():
             outputs.append(model(x))
         outputs.append(model(x))
-    return outputs
+        first = plain(x)
+        push(plain, 1)
+        torch.testing.assert_close(outputs, [plain(x), first, plain(x)], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(1)], ids=str)
-def test_forward_uses_the_average_inside_and_the_weights_outside(
-    way: Way, request: pytest.FixtureRequest
-) -> None:
-    x = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
-    model = built(way.build)
-    with torch.no_grad():
-        first = model(x)
-        push(model, 1)
-        pushed = model(x)
-    for outputs in world_of(way, request).run(forwards_around_a_swap, way):
-        torch.testing.assert_close(outputs, [pushed, first, pushed], rtol=0, atol=1e-10)
-
-
-def low_precision() -> Any:
-    model = built("uneven", dtype=torch.bfloat16)
-    fully_shard(model)
+@on_ranks(2)
+def test_an_average_in_float32_moves_where_bfloat16_would_not() -> None:
+    plain = built("uneven", dtype=torch.bfloat16)
+    start = {name: param.detach().float() for name, param in plain.named_parameters()}
+    push(plain, 1)
+    model = fully_shard(built("uneven", dtype=torch.bfloat16))
     ema = EMA(model, 0.999, dtype=torch.float32)
     push(model, 1)
     for _ in range(10):
         ema.update()
     with ema.swap():
         pass
-    return full_values(ema.state_dict()["averages"], None, True)
+    averages = full_values(ema.state_dict()["averages"], None, True)
+    assert averages.keys() == start.keys()
+    for name, param in plain.named_parameters():
+        end = param.detach().float()
+        want = end + (start[name] - end) * 0.999**10
+        # float32, over ten updates
+        torch.testing.assert_close(averages[name], want, rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_in_float32_moves_where_bfloat16_would_not(world2: World) -> None:
-    model = built("uneven", dtype=torch.bfloat16)
-    start = {name: param.detach().float() for name, param in model.named_parameters()}
-    push(model, 1)
-    end = {name: param.detach().float() for name, param in model.named_parameters()}
-    for averages in world2.run(low_precision):
-        for name, value in averages.items():
-            assert value.dtype is torch.float32
-            want = end[name] + (start[name] - end[name]) * 0.999**10
-            torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)  # float32, over ten updates
-
-
-def decays() -> list[float]:
-    model = built("uneven")
-    fully_shard(model)
+@on_ranks(2)
+def test_a_decay_may_depend_on_the_number_of_updates() -> None:
     asked: list[int] = []
 
     def decay(updates: int) -> float:
         asked.append(updates)
         return min(0.9, (1 + updates) / (10 + updates))
 
-    ema = EMA(model, decay)
+    ema = EMA(fully_shard(built("uneven")), decay)
     for _ in range(3):
         ema.update()
-    return [*asked, ema.num_updates]
-
-
-def test_a_decay_may_depend_on_the_number_of_updates(world2: World) -> None:
-    assert world2.run(decays) == [[0, 1, 2, 3]] * 2
+    assert (asked, ema.num_updates) == ([0, 1, 2], 3)
 
 
 def saved(path: str, way: Way) -> Any:
@@ -187,10 +166,8 @@ def misuses() -> list[str]:
 
 
 def test_misuse_is_refused(world2: World) -> None:
-    first, second = world2.run(misuses)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(misuses))),
         """\
 ValueError: EMA: decay is 1.5; pass a number from 0 to 1, or a function that gives one.
 ValueError: EMA: dtype is torch.int8; pass a floating-point dtype, or None.
@@ -206,20 +183,14 @@ RuntimeError: EMA: inlet.weight, inlet.bias were frozen when the EMA was made, a
     )
 
 
-def swap_that_fails() -> bool:
+@on_ranks(2)
+def test_weights_come_back_after_an_error() -> None:
     model = Way(2).model()
     before = full_state_dict(model, rank0_only=False)
     ema = EMA(model, 0.0)
     push(model, 1)
     pushed = full_state_dict(model, rank0_only=False)
-    try:
-        with ema.swap():
-            assert same(full_state_dict(model, rank0_only=False), before)
-            raise KeyError
-    except KeyError:
-        pass
-    return same(full_state_dict(model, rank0_only=False), pushed)
-
-
-def test_weights_come_back_after_an_error(world2: World) -> None:
-    assert all(world2.run(swap_that_fails))
+    with suppress(KeyError), ema.swap():
+        assert_equal(full_state_dict(model, rank0_only=False), before)
+        raise KeyError
+    assert_equal(full_state_dict(model, rank0_only=False), pushed)

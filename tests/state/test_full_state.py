@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import WAYS, Way, built, world_of
+from arrangements import WAYS, Way, built
 from common import peak_bytes
-from comparing import same
+from comparing import alike, assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -33,54 +34,37 @@ def plain_state(way: Way, seed: int = 0) -> dict[str, Tensor]:
 # --- out ------------------------------------------------------------------------------------------
 
 
-def states_of(way: Way) -> dict[str, Any]:
-    model = way.model()
-    return {
-        "first": full_state_dict(model),
-        "all": full_state_dict(model, rank0_only=False),
-        "parameters": dict(iter_full_parameters(model, bucket_bytes=300)),
-    }
-
-
 @pytest.mark.sample(9)
 @over_all_ways
-def test_the_full_state_is_that_of_the_plain_model(way: Way, request: pytest.FixtureRequest) -> None:
-    want = plain_state(way)
-    parameters = {name: param.detach() for name, param in built(way.build).named_parameters()}
-    first, *others = world_of(way, request).run(states_of, way)
-    assert same(first["first"], want)
-    assert all(other["first"] == {} for other in others)
-    for found in (first, *others):
-        assert same(found["all"], want)
-        assert list(found["parameters"]) == list(parameters)
-        assert same(found["parameters"], parameters)
-
-
-def a_model_loads(way: Way) -> bool:
-    """A full state loads into the model by its own method."""
-    model, other = way.model(seed=0), way.model(seed=1)
-    other.load_state_dict(full_state_dict(model, rank0_only=False))
-    return same(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
+@on_ranks()
+def test_the_full_state_is_that_of_the_plain_model(way: Way) -> None:
+    model, want = way.model(), plain_state(way)
+    assert_equal(full_state_dict(model), want if dist.get_rank() == 0 else {})
+    assert_equal(full_state_dict(model, rank0_only=False), want)
+    parameters = dict(iter_full_parameters(model, bucket_bytes=300))
+    plain = {name: param.detach() for name, param in built(way.build).named_parameters()}
+    assert list(parameters) == list(plain)
+    assert_equal(parameters, plain)
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.kind != "compiled"], ids=str)
-def test_a_model_loads_the_full_state_itself(way: Way, request: pytest.FixtureRequest) -> None:
-    assert all(world_of(way, request).run(a_model_loads, way))
+@on_ranks()
+def test_a_model_loads_the_full_state_itself(way: Way) -> None:
+    model, other = way.model(seed=0), way.model(seed=1)
+    other.load_state_dict(full_state_dict(model, rank0_only=False))
+    assert_equal(full_state_dict(other, rank0_only=False), full_state_dict(model, rank0_only=False))
 
 
-def changed_afterwards() -> bool:
+@on_ranks(2)
+def test_a_full_state_is_a_copy() -> None:
     model = Way(2, build="tied").model()
     state = full_state_dict(model, rank0_only=False)
     before = {name: value.clone() for name, value in state.items()}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
-    return same(state, before)
-
-
-def test_a_full_state_is_a_copy(world2: World) -> None:
-    assert all(world2.run(changed_afterwards))
+    assert_equal(state, before)
 
 
 class Wrapped(nn.Module):
@@ -101,36 +85,27 @@ class Wrapped(nn.Module):
         return self.two(self.one(x))
 
 
-def names_of_wrapped() -> Any:
-    model = Wrapped()
+@on_ranks(2)
+def test_wrappers_leave_no_trace_in_names_and_extra_state_comes_along() -> None:
+    model, other = Wrapped(), Wrapped()
     fully_shard(model.one)
     fully_shard(model)
-    state = full_state_dict(model, rank0_only=False)
-    other = Wrapped()
     fully_shard(other)
+    state = full_state_dict(model, rank0_only=False)
     load_full_state_dict(other, state)
-    names = [name for name, _ in iter_full_parameters(other)]
-    return list(state), names, other.version, same(full_state_dict(other, rank0_only=False), state)
-
-
-def test_wrappers_leave_no_trace_in_names_and_extra_state_comes_along(world2: World) -> None:
     tensors = ["one.weight", "one.bias", "two.weight", "two.bias"]
-    for names, parameters, version, is_same in world2.run(names_of_wrapped):
-        assert sorted(names) == sorted([*tensors, "_extra_state"])
-        assert parameters == tensors
-        assert version == 7
-        assert is_same
+    assert sorted(state) == sorted([*tensors, "_extra_state"])
+    assert [name for name, _ in iter_full_parameters(other)] == tensors
+    assert other.version == 7
+    assert_equal(full_state_dict(other, rank0_only=False), state)
 
 
-def chosen_parameters() -> Any:
+@on_ranks(2)
+def test_parameters_are_chosen_by_name_and_converted() -> None:
     model = Way(2, build="tied").model()
-    pairs = list(iter_full_parameters(model, dtype=torch.bfloat16, names=["head.weight", "blocks.0.bias"]))
-    return [(name, value.dtype, value.shape) for name, value in pairs]
-
-
-def test_parameters_are_chosen_by_name_and_converted(world2: World) -> None:
-    want = [("blocks.0.bias", torch.bfloat16, (6,)), ("head.weight", torch.bfloat16, (11, 6))]
-    assert world2.run(chosen_parameters) == [want] * 2
+    pairs = iter_full_parameters(model, dtype=torch.bfloat16, names=["head.weight", "blocks.0.bias"])
+    found = [(name, value.dtype, value.shape) for name, value in pairs]
+    assert found == [("blocks.0.bias", torch.bfloat16, (6,)), ("head.weight", torch.bfloat16, (11, 6))]
 
 
 def refusals_of_out() -> list[str]:
@@ -149,10 +124,8 @@ def refusals_of_out() -> list[str]:
 
 
 def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
-    first, second = world2.run(refusals_of_out)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(refusals_of_out))),
         """\
 ValueError: iter_full_parameters: the model has no parameter named nope.
 ValueError: iter_full_parameters: bucket_bytes is 0; pass a number of bytes above 0.
@@ -177,7 +150,7 @@ SOURCES: dict[str, Callable[[dict[str, Tensor]], tuple[Any, int | None]]] = {
 }
 
 
-def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
+def assert_loads(way: Way, source: str, bucket_bytes: int, device: str = "cpu") -> None:
     model = way.model(seed=1, device=device)
     if device == "meta":
         for module in model.modules():
@@ -190,27 +163,30 @@ def loaded_from(way: Way, source: str, bucket_bytes: int, device: str) -> Any:
     finally:
         shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
     assert report == shardwise.state.LoadReport()
-    return full_state_dict(model, rank0_only=False)
+    assert_equal(full_state_dict(model, rank0_only=False), plain_state(way))
 
 
 @pytest.mark.sample(9)
 @over_all_ways
-def test_any_way_loads_what_one_rank_has(way: Way, request: pytest.FixtureRequest) -> None:
-    for source, device in [("a dict on rank 0", "cpu"), ("a dict on every rank", "meta")]:
-        for state in world_of(way, request).run(loaded_from, way, source, 200, device):
-            assert same(state, plain_state(way))
+@on_ranks()
+def test_any_way_loads_what_one_rank_has(way: Way) -> None:
+    assert_loads(way, "a dict on rank 0", 200)
+    assert_loads(way, "a dict on every rank", 200, "meta")
 
 
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("way", [Way(4, "hybrid", "odd"), Way(4, "tp"), Way(3, build="tied")], ids=str)
-def test_it_is_loaded_from_wherever_it_is(way: Way, source: str, request: pytest.FixtureRequest) -> None:
-    for state in world_of(way, request).run(loaded_from, way, source, 64 << 20, "cpu"):
-        assert same(state, plain_state(way))
+@on_ranks()
+def test_it_is_loaded_from_wherever_it_is(way: Way, source: str) -> None:
+    assert_loads(way, source, 64 << 20)
 
 
-def trained_after_loading(way: Way) -> list[Tensor]:
-    """Losses, with weights loaded between the steps; kept and prefetched weights must not be old ones."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
+@on_ranks()
+def test_the_next_forward_uses_what_was_loaded(way: Way) -> None:
+    """Weights are loaded between the steps; kept and prefetched ones must not be old ones."""
     model, losses = way.model(), []
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for seed in (1, 2):
@@ -220,16 +196,8 @@ def trained_after_loading(way: Way) -> list[Tensor]:
         load_full_state_dict(model, built(way.build, seed).state_dict() if dist.get_rank() == 0 else None)
     with torch.no_grad():
         losses.append(mean_of_squares(model, x))
-    return losses
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", [Way(2), Way(2, "zero2"), Way(2, "ddp"), Way(4, "hybrid")], ids=str)
-def test_the_next_forward_uses_what_was_loaded(way: Way, request: pytest.FixtureRequest) -> None:
-    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    want = [mean_of_squares(built(way.build, seed), x).detach() for seed in (0, 1, 2)]
-    for losses in world_of(way, request).run(trained_after_loading, way):
-        torch.testing.assert_close(losses, want, rtol=0, atol=1e-10)
+        want = [mean_of_squares(built(way.build, seed), x) for seed in (0, 1, 2)]
+    torch.testing.assert_close(losses, want, rtol=0, atol=1e-10)
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -287,7 +255,8 @@ forward: RuntimeError: Tied: the model is only partly loaded, because an earlier
     )
 
 
-def ties_that_differ() -> list[str]:
+@on_ranks(2)
+def test_tied_names_have_one_value() -> None:
     """However they come; a model on meta is still on meta after the refusal, where all is known before."""
     way = Way(2, build="tied")
     good = plain_state(way, seed=1)
@@ -300,25 +269,16 @@ def ties_that_differ() -> list[str]:
         assert all(param.is_meta for param in on_meta.parameters())
     pairs = iter(bad.items()) if dist.get_rank() == 0 else None
     told.append(refusal(load_full_state_dict, way.model(), pairs))
-    return [text.partition(": ")[2] for text in told]
+    assert all("embed.weight and head.weight are tied in the model" in text for text in told)
 
 
-def test_tied_names_have_one_value(world2: World) -> None:
-    for told in world2.run(ties_that_differ):
-        assert len(told) == 3
-        assert all("embed.weight and head.weight are tied in the model" in text for text in told)
-
-
-def integers_are_not_converted() -> str:
-    model = Way(2, build="odd").model()
-    state = plain_state(Way(2, build="odd"))
+@on_ranks(2)
+def test_only_floating_point_values_are_converted() -> None:
+    way = Way(2, build="odd")
+    state = plain_state(way)
     state["blocks.0.counts"] = state["blocks.0.counts"].to(torch.int16)
-    return refusal(load_full_state_dict, model, state, src_rank=None, convert_dtype=True)
-
-
-def test_only_floating_point_values_are_converted(world2: World) -> None:
-    for told in world2.run(integers_are_not_converted):
-        assert "blocks.0.counts is torch.int16 in the source and torch.int64 in the model" in told
+    told = refusal(load_full_state_dict, way.model(), state, src_rank=None, convert_dtype=True)
+    assert "blocks.0.counts is torch.int16 in the source and torch.int64 in the model" in told
 
 
 class Unreadable(dict):  # type: ignore[type-arg]
@@ -388,20 +348,17 @@ class Grows(nn.Module):
         return self.linear(x)
 
 
-def extra_state_that_grows(src_rank: int | None) -> int:
-    model, source = Grows(2), Grows(5).state_dict()
-    fully_shard(model)
+@pytest.mark.parametrize("src_rank", [0, None])
+@on_ranks(2)
+def test_extra_state_may_be_a_tensor_of_any_length(src_rank: int | None) -> None:
+    model, source = fully_shard(Grows(2)), Grows(5).state_dict()
     given = source if src_rank is None or dist.get_rank() == 0 else None
     load_full_state_dict(model, given, src_rank=src_rank)
-    return model.length
+    assert model.length == 5
 
 
-@pytest.mark.parametrize("src_rank", [0, None])
-def test_extra_state_may_be_a_tensor_of_any_length(world2: World, src_rank: int | None) -> None:
-    assert world2.run(extra_state_that_grows, src_rank) == [5, 5]
-
-
-def loaded_leniently() -> Any:
+@on_ranks(2)
+def test_a_lenient_load_reports_what_it_passed_over() -> None:
     model = Way(2, build="tied").model()
     before = full_state_dict(model, rank0_only=False)
     state = {"embed.weight": torch.zeros(11, 6), "other": torch.ones(2)}
@@ -409,17 +366,12 @@ def loaded_leniently() -> Any:
     report = load_full_state_dict(model, source, strict=False, convert_dtype=True)
     after = full_state_dict(model, rank0_only=False)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    return changed, report
-
-
-def test_a_lenient_load_reports_what_it_passed_over(world2: World) -> None:
-    for changed, report in world2.run(loaded_leniently):
-        assert changed == ["embed.weight", "head.weight"]
-        assert report.unexpected == ("other",)
-        assert report.converted == ("embed.weight",)
-        assert "head.weight" not in report.missing  # it is the embedding
-        assert "norm.running_mean" in report.missing
-        assert len(report.missing) == 10
+    assert changed == ["embed.weight", "head.weight"]
+    assert report.unexpected == ("other",)
+    assert report.converted == ("embed.weight",)
+    assert "head.weight" not in report.missing  # it is the embedding
+    assert "norm.running_mean" in report.missing
+    assert len(report.missing) == 10
 
 
 def missing_on_meta() -> list[str]:
@@ -430,34 +382,25 @@ def missing_on_meta() -> list[str]:
 
 
 def test_nothing_is_left_without_values(world2: World) -> None:
-    first, second = world2.run(missing_on_meta)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(missing_on_meta))),
         """\
 RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (call shardwise.materialize(model) first, for initial values).
 RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",
     )
 
 
-def loaded_before_backward() -> str:
+@on_ranks(2)
+def test_a_backward_after_a_load_is_refused_as_in_plain_pytorch() -> None:
     """The weights are large enough to go straight into the shards, which nothing but we can count."""
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     state = {name: value + 1 for name, value in model.state_dict().items()}
-    for layer in model:
+    for layer in (*model, model):
         fully_shard(layer)
-    fully_shard(model)
     loss = model(torch.ones(2, 256)).sum()
     load_full_state_dict(model, state if dist.get_rank() == 0 else None)
-    return refusal(loss.backward)
-
-
-def test_a_backward_after_a_load_is_refused_as_in_plain_pytorch(world2: World) -> None:
-    sent, received = world2.run(loaded_before_backward)
-    for message in (sent, received):
-        assert (
-            "2.weight, 2.bias: changed in place between the forward that used it and this backward" in message
-        )
+    expected = "2.weight, 2.bias: changed in place between the forward that used it and this backward"
+    assert expected in refusal(loss.backward)
 
 
 # --- memory ---------------------------------------------------------------------------------------

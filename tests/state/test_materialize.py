@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import alike, assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
 from models import CausalBlock, LanguageModel, random_batch, shard_tower
+from on_ranks import on_ranks
 from refusals import wrapped
 from strategies import FOUR, Plan, live_bytes
 from torch import Tensor, nn
@@ -187,11 +189,7 @@ def materialized(case: Case, seed: int = 7, **options: Any) -> dict[str, Tensor]
 
 
 def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
-    for rank, got in enumerate(ranks):
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            same = got[name].dtype == value.dtype and torch.equal(got[name], value)
-            assert same, f"{name} on rank {rank}: {got[name]} where {value} is expected"
+    assert_all_same(ranks, want, atol=0.0)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -299,20 +297,19 @@ class Recurrent(nn.Module):
         return x
 
 
-def output_of_recurrent(meta: bool) -> Tensor:
+@on_ranks(2)
+def test_recurrent_modules_run_once_they_have_values() -> None:
+    def made(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(device):
+            return Recurrent()
+
+    plain, model = made("cpu"), made("meta")
+    for layer in (*model.layers, model):
+        fully_shard(layer)
     torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
-        model = Recurrent()
-    if meta:
-        for layer in model.layers:
-            fully_shard(layer)
-        materialize(fully_shard(model))
-    return model(torch.ones(5, 2, 3)).detach()
-
-
-def test_recurrent_modules_run_once_they_have_values(world2: World) -> None:
-    for output in world2.run(output_of_recurrent, True):
-        torch.testing.assert_close(output, output_of_recurrent(False), rtol=0, atol=0)
+    materialize(model)
+    torch.testing.assert_close(model(torch.ones(5, 2, 3)), plain(torch.ones(5, 2, 3)), rtol=0, atol=0)
 
 
 def test_a_model_that_is_not_sharded_is_initialised_in_one_process() -> None:
@@ -338,38 +335,31 @@ def test_what_is_not_sharded_is_initialised_along(world2: World) -> None:
     assert_bits(world2.run(partly_sharded), plain(TEXT))
 
 
-def with_values_beforehand() -> dict[str, Any]:
+@on_ranks(2)
+def test_values_that_are_there_already_are_left_alone() -> None:
     model = on_meta(LanguageModel)
     model.head = nn.Linear(12, 29, bias=False)
     nn.init.constant_(model.head.weight, 3.0)
-    block = model.blocks[0]
-    block.up.bias = nn.Parameter(torch.full((48,), 5.0))
+    model.blocks[0].up.bias = nn.Parameter(torch.full((48,), 5.0))
     shard_tower(model)
     materialize(model)
     assert not any(p.is_meta for p in model.parameters())
-    return {"head": tensors_of(model)["head.weight"], "bias": tensors_of(block)["up.bias"]}
+    found = tensors_of(model)
+    assert found["head.weight"].eq(3).all()
+    assert found["blocks.0.up.bias"].eq(5).all()
 
 
-def test_values_that_are_there_already_are_left_alone(world2: World) -> None:
-    for got in world2.run(with_values_beforehand):
-        assert got["head"].eq(3).all()
-        assert got["bias"].eq(5).all()
-
-
-def one_block_of_many() -> tuple[list[str], dict[str, Tensor]]:
+@on_ranks(2)
+def test_a_part_of_a_model_can_be_initialised_alone() -> None:
+    want = plain(Case(OneBlock))
+    del want["next"]
     model = shard_tower(on_meta(LanguageModel))
     torch.manual_seed(7)
     materialize(model.blocks[1])
     materialize(model.norm)
-    return [n for n, p in model.named_parameters() if not p.is_meta], tensors_of(model.blocks[1])
-
-
-def test_a_part_of_a_model_can_be_initialised_alone(world2: World) -> None:
-    want = plain(Case(OneBlock))
-    del want["next"]
-    for names, got in world2.run(one_block_of_many):
-        assert {name.rsplit(".", 2)[0] for name in names} == {"blocks.1", "norm"}
-        assert_bits([got], want)
+    names = [name for name, param in model.named_parameters() if not param.is_meta]
+    assert {name.rsplit(".", 2)[0] for name in names} == {"blocks.1", "norm"}
+    assert_bits([tensors_of(model.blocks[1])], want)
 
 
 def OneBlock() -> nn.Module:
@@ -446,10 +436,8 @@ def called_with(case: Case) -> list[str]:
 
 
 def test_init_is_called_once_for_each_module_with_tensors_children_first(world2: World) -> None:
-    first, second = world2.run(called_with, MIXED)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(called_with, MIXED))),
         """\
 embed
 blocks.0.attention.out_proj
@@ -488,8 +476,9 @@ class Squares(Model):
 UNIT = 256 * 256 * 4
 
 
-def most_bytes() -> tuple[float, float]:
-    """The most that was alive during an init, and what was alive afterwards; in layers."""
+@on_ranks(4)
+def test_beside_the_shards_one_group_is_in_memory() -> None:
+    """In layers."""
     before = live_bytes()
     model = shard_tower(on_meta(Squares))
     most: list[int] = []
@@ -499,13 +488,9 @@ def most_bytes() -> tuple[float, float]:
         most.append(live_bytes() - before)
 
     materialize(model, init)
-    return max(most) / UNIT, (live_bytes() - before) / UNIT
-
-
-def test_beside_the_shards_one_group_is_in_memory(world4: World) -> None:
-    for most, after in world4.run(most_bytes):
-        assert after < 8 / 4 + 0.5
-        assert most < after + 2 + 0.05  # the root has two layers
+    after = (live_bytes() - before) / UNIT
+    assert after < 8 / 4 + 0.5
+    assert max(most) / UNIT < after + 2 + 0.05  # the root has two layers
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -542,13 +527,8 @@ def refused(make: Callable[[], nn.Module], init: Callable[[nn.Module], None] | N
     return text, left, displaced
 
 
-def first_of(results: list[Any]) -> Any:
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
 def test_what_got_no_values_is_named(world2: World) -> None:
-    text, left, displaced = first_of(world2.run(refused, WithBare))
+    text, left, displaced = alike(world2.run(refused, WithBare))
     assert (left, displaced) == (["blocks.0.1.gain", "blocks.0.1.steps"], 0)
     assert_expected_inline(
         wrapped(text),
@@ -569,7 +549,7 @@ def half(module: nn.Module) -> None:
 
 
 def test_what_got_values_in_part_is_named(world2: World) -> None:
-    text, left, _ = first_of(world2.run(refused, WithBare, half))
+    text, left, _ = alike(world2.run(refused, WithBare, half))
     assert "blocks.0.0.weight" in text
     assert left == [
         *("blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.gain", "head.weight", "head.bias"),
@@ -577,47 +557,41 @@ def test_what_got_values_in_part_is_named(world2: World) -> None:
     ]
 
 
-def from_the_root(module: nn.Module) -> None:
-    """As torchtitan's `init_weights`: the first call wants to initialise everything."""
-    root = _ROOT[0]
-    for each in root.modules():
-        if isinstance(each, nn.Linear):
-            nn.init.trunc_normal_(each.weight)
-
-
-_ROOT: list[nn.Module] = []
+WRITES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "a function of torch.nn.init": lambda model, other: nn.init.trunc_normal_(other),
+    "data": lambda model, other: other.data.normal_(),
+    "an index": lambda model, other: other.__setitem__(0, 1.0),
+    "an operator": lambda model, other: other.__iadd__(1),
+    "an output": lambda model, other: torch.add(other, 1, out=other),
+    "several": lambda model, other: torch._foreach_zero_([other]),
+    "assignment": lambda model, other: setattr(model.outlet, "weight", nn.Parameter(torch.zeros(3, 6))),
+}
 
 
 def refused_from_the_root(how: str) -> Any:
+    """The first call wants to initialise everything, as torchtitan's `init_weights`."""
     model = shard_tower(on_meta(PairTower))
-    _ROOT[:] = [model]
 
     def init(module: nn.Module) -> None:
-        other = model.outlet.weight
         with torch.no_grad():
-            {
-                "a function of torch.nn.init": lambda: nn.init.trunc_normal_(other),
-                "data": lambda: other.data.normal_(),
-                "an index": lambda: other.__setitem__(0, 1.0),
-                "an operator": lambda: other.__iadd__(1),
-                "an output": lambda: torch.add(other, 1, out=other),
-                "several": lambda: torch._foreach_zero_([other]),
-                "assignment": lambda: setattr(model.outlet, "weight", nn.Parameter(torch.zeros(3, 6))),
-            }[how]()
+            WRITES[how](model, model.outlet.weight)
             module.reset_parameters()
 
     before = model.outlet.weight
     text = refusal(materialize, model, init)
     assert model.outlet.weight is before
-    _ROOT.clear()
     return text
 
 
-def test_an_init_of_everything_at_once_is_refused_by_name(world2: World) -> None:
-    text = first_of(world2.run(refused_from_the_root, "a function of torch.nn.init"))
-    assert_expected_inline(
-        wrapped(text),
-        """\
+@pytest.mark.parametrize("how", WRITES)
+def test_an_init_of_everything_at_once_is_refused_by_name_however_it_writes(world2: World, how: str) -> None:
+    text = alike(world2.run(refused_from_the_root, how))
+    assert text.startswith("RuntimeError: materialize: ")
+    assert "outlet.weight" in text
+    if how == "a function of torch.nn.init":
+        assert_expected_inline(
+            wrapped(text),
+            """\
 RuntimeError: materialize: the init of blocks.0.up (Linear) writes to
 outlet.weight, which belongs to another group, or to no module inside
 this one, and is not whole now: one group has full parameters at a
@@ -626,14 +600,7 @@ they are owned: give their classes reset_parameters(), or pass an
 init_fn that looks at the module it is called with and at nothing
 else. A function that initialises the whole model from its root does
 not fit.""",
-    )
-
-
-@pytest.mark.parametrize("how", ["data", "an index", "an operator", "an output", "several", "assignment"])
-def test_no_way_to_write_to_a_shard_is_overlooked(world2: World, how: str) -> None:
-    text = first_of(world2.run(refused_from_the_root, how))
-    assert text.startswith("RuntimeError: materialize: ")
-    assert "outlet.weight" in text
+        )
 
 
 class WithGain(PairTower):
@@ -656,8 +623,8 @@ def own_group(module: nn.Module) -> None:
 
 
 def test_the_root_may_write_to_its_own_group_and_not_to_its_blocks(world2: World) -> None:
-    assert first_of(world2.run(refused, WithGain, own_group)) == ("not refused", [], 0)
-    text, left, displaced = first_of(world2.run(refused, WithGain, everything_inside))
+    assert alike(world2.run(refused, WithGain, own_group)) == ("not refused", [], 0)
+    text, left, displaced = alike(world2.run(refused, WithGain, everything_inside))
     assert (left, displaced) == (["gain"], 0)
     assert "the init of the model (WithGain) writes to blocks.0.up.weight" in text
 
@@ -683,20 +650,17 @@ def left_on_meta(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("init", [wrong_shape, wrong_dtype, removed, left_on_meta])
-def test_tensors_that_do_not_fit_are_refused_by_name(
+def test_tensors_that_do_not_fit_are_refused_by_name_and_with_both_shapes(
     world2: World, init: Callable[[nn.Module], None]
 ) -> None:
-    text, left, displaced = first_of(world2.run(refused, PairTower, init))
+    text, left, displaced = alike(world2.run(refused, PairTower, init))
     assert displaced == 0
     assert "blocks.0.up.bias" not in left or "blocks.0.up.weight" not in left
     assert f"blocks.0.up.{'weight' if init in (wrong_shape, left_on_meta) else 'bias'}: it was re" in text
-
-
-def test_a_tensor_of_another_shape_is_told_with_both_shapes(world2: World) -> None:
-    text, _, _ = first_of(world2.run(refused, PairTower, wrong_shape))
-    assert_expected_inline(
-        wrapped(text),
-        """\
+    if init is wrong_shape:
+        assert_expected_inline(
+            wrapped(text),
+            """\
 RuntimeError: materialize: blocks.0.up.weight: it was replaced by a
 Parameter of torch.float32 and shape (2, 2), where a plain tensor of
 torch.float32 and shape (7, 6) with values is expected. Copy values
@@ -705,7 +669,7 @@ blocks.0.down.weight: it was replaced by a Parameter of torch.float32
 and shape (2, 2), where a plain tensor of torch.float32 and shape (6,
 7) with values is expected. Copy values into the tensor that is there,
 or assign one like it.""",
-    )
+        )
 
 
 class Breaks(nn.Linear):
@@ -722,7 +686,7 @@ class BreaksLate(Model):
 
 
 def test_an_error_in_an_init_names_the_module_and_leaves_shards_in_place(world2: World) -> None:
-    text, left, displaced = first_of(world2.run(refused, BreaksLate))
+    text, left, displaced = alike(world2.run(refused, BreaksLate))
     assert (left, displaced) == (["blocks.1.1.weight", "blocks.1.1.bias"], 0)
     assert_expected_inline(
         wrapped(text),
@@ -732,18 +696,15 @@ initialising blocks.1.1 (Breaks).""",
     )
 
 
-def initialised_at_the_second_attempt() -> bool:
+@on_ranks(2)
+def test_it_can_be_called_again_after_an_error() -> None:
     model = shard_tower(on_meta(BreaksLate))
     with suppress(ValueError):
         materialize(model)
     materialize(model, lambda module: [nn.init.ones_(p) for p in module.parameters()])
     check_replicas(model)
     model.blocks[1](random_batch(0, 2, 6, torch.float32)).sum().backward()
-    return bool(tensors_of(model)["blocks.1.1.weight"].eq(1).all())
-
-
-def test_it_can_be_called_again_after_an_error(world2: World) -> None:
-    assert world2.run(initialised_at_the_second_attempt) == [True, True]
+    assert tensors_of(model)["blocks.1.1.weight"].eq(1).all()
 
 
 def disagreement() -> str:
@@ -803,11 +764,9 @@ Call it before.""",
 # --- under which modes an init runs ---------------------------------------------------------------
 
 
-def filled_in_place() -> list[Any]:
-    with torch.device("meta"):
-        model = Model()
-        model.inner = nn.Linear(3, 2)
-    fully_shard(model)
+@on_ranks(2)
+def test_an_init_may_write_in_place_without_a_word_about_gradients() -> None:
+    model = fully_shard(on_meta(Wide))
     seen: list[bool] = []
 
     def fill(module: nn.Module) -> None:
@@ -817,11 +776,9 @@ def filled_in_place() -> list[Any]:
 
     with torch.inference_mode():
         materialize(model, fill)
-    return [seen, model.inner.weight.full_tensor().tolist(), model.inner.weight.is_inference()]
-
-
-def test_an_init_may_write_in_place_without_a_word_about_gradients(world2: World) -> None:
-    assert world2.run(filled_in_place) == [[[False], [[1.0] * 3] * 2, False]] * 2
+    assert seen == [False]
+    assert model.weight.full_tensor().eq(1).all()
+    assert not model.weight.is_inference()
 
 
 def wrong_on_one_rank() -> list[str]:
@@ -834,10 +791,8 @@ def wrong_on_one_rank() -> list[str]:
 
 
 def test_what_one_rank_is_refused_all_are(world2: World) -> None:
-    first, second = world2.run(wrong_on_one_rank)
-    assert first == second
     assert_expected_inline(
-        "\n".join(map(wrapped, first)),
+        "\n".join(map(wrapped, alike(world2.run(wrong_on_one_rank)))),
         """\
 TypeError: rank 1: materialize: init_fn is 3, an int; pass a function
 of a module.

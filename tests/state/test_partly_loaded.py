@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrangements import Way, built
-from comparing import same
+from comparing import alike, assert_equal
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from shardwise import full_state_dict, fully_shard, load_full_state_dict, save_checkpoint
@@ -46,8 +47,7 @@ def uses_of_half_a_model() -> dict[str, str]:
 
 
 def test_half_a_model_is_of_no_use(world2: World) -> None:
-    first, second = world2.run(uses_of_half_a_model)
-    assert first == second
+    first = alike(world2.run(uses_of_half_a_model))
     assert len(first) == 7
     assert all("network is gone" in text for text in first.values()), first
     assert_expected_inline(
@@ -58,24 +58,21 @@ RuntimeError: full_state_dict: the model is only partly loaded, because an earli
     )
 
 
-def cured(how: str) -> list[bool]:
-    """Whether the model runs after each step of a cure."""
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "by its own method"])
+@on_ranks(2)
+def test_only_all_of_its_values_cure_it(is_full: bool) -> None:
     model = Way(2).model()
     half_loaded(model)
     good = built("uneven", 1).state_dict()
-    part = dict(list(good.items())[:3])
     load_full_state_dict(model, {}, src_rank=None, strict=False)
-    runs = [can_run(model)]
-    if how == "full":
-        load_full_state_dict(model, part, src_rank=None, strict=False)
-        runs.append(can_run(model))
-        load_full_state_dict(model, good, src_rank=None)
-    else:
-        model.load_state_dict(part, strict=False)
-        runs.append(can_run(model))
-        model.load_state_dict(good)
-    assert same(full_state_dict(model, rank0_only=False), good)
-    return [*runs, can_run(model)]
+    assert not can_run(model)
+    for state in (dict(list(good.items())[:3]), good):
+        if is_full:
+            load_full_state_dict(model, state, src_rank=None, strict=state is good)
+        else:
+            model.load_state_dict(state, strict=state is good)
+        assert can_run(model) == (state is good)
+    assert_equal(full_state_dict(model, rank0_only=False), good)
 
 
 def can_run(model: nn.Module) -> bool:
@@ -86,29 +83,17 @@ def can_run(model: nn.Module) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["full", "by its own method"])
-def test_only_all_of_its_values_cure_it(world2: World, how: str) -> None:
-    assert world2.run(cured, how) == [[False, False, True]] * 2
-
-
-def without_groups(kind: str) -> tuple[bool, bool, bool]:
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "a part"])
+@on_ranks(2)
+def test_models_without_groups_of_their_own_are_marked_as_well(is_plain: bool) -> None:
     """A plain model, and a part of a sharded one that is no group of its own."""
     model: Any = built("uneven")
-    part = model
-    if kind == "a part":
+    part = model if is_plain else model.blocks[0]
+    good = {name: value.clone() for name, value in part.state_dict().items()}
+    if not is_plain:
         fully_shard(model)
-        part = model.blocks[0]
-    good = dict(part.state_dict()) if kind == "plain" else built("uneven").state_dict()
-    if kind == "a part":
-        good = {n.removeprefix("blocks.0."): v for n, v in good.items() if n.startswith("blocks.0.")}
-    before = can_run(model)
-    source = breaking(good) if dist.get_rank() == 0 else None
-    refusal(load_full_state_dict, part, source)
-    half = can_run(model)
+    assert can_run(model)
+    refusal(load_full_state_dict, part, breaking(good) if dist.get_rank() == 0 else None)
+    assert not can_run(model)
     load_full_state_dict(part, good, src_rank=None)
-    return before, half, can_run(model)
-
-
-@pytest.mark.parametrize("kind", ["plain", "a part"])
-def test_models_without_groups_of_their_own_are_marked_as_well(world2: World, kind: str) -> None:
-    assert world2.run(without_groups, kind) == [(True, False, True)] * 2
+    assert can_run(model)

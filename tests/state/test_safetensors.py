@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from arrangements import WAYS, Way, built, world_of
 from common import peak_bytes
-from comparing import same
+from comparing import alike, assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -98,32 +99,24 @@ def test_the_index_is_as_hugging_face_has_it(world2: World, tmp_path: Path) -> N
     )
 
 
-def with_a_file_beside(folder: str) -> None:
+@on_ranks(2)
+def test_files_may_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
     umask = os.umask(0o026)
     try:
-        Path(folder, f"beside-{dist.get_rank()}").touch()
-        save_safetensors(Way(2).model(), folder, max_shard_bytes=3000)
+        save_safetensors(Way(2).model(), tmp_path, max_shard_bytes=3000)
     finally:
         os.umask(umask)
-
-
-def test_files_may_be_read_by_those_whom_the_umask_lets(world2: World, tmp_path: Path) -> None:
-    world2.run(with_a_file_beside, str(tmp_path))
-    assert len(list(tmp_path.iterdir())) > 4
+    assert len(list(tmp_path.iterdir())) > 2
     assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
-def converted(folder: str) -> None:
-    save_safetensors(Way(2, build="tied").model(), folder, dtype=torch.bfloat16, metadata={"by": "us"})
-
-
-def test_floating_point_tensors_are_converted(world2: World, tmp_path: Path) -> None:
-    world2.run(converted, str(tmp_path))
-    want = state_of(Way(2, build="tied"))
-    for name, value in read_all(tmp_path).items():
-        is_float = want[name].is_floating_point()
-        assert torch.equal(value, want[name].to(torch.bfloat16) if is_float else want[name])
-        assert value.dtype == (torch.bfloat16 if is_float else torch.int64)
+@on_ranks(2)
+def test_floating_point_tensors_are_converted(tmp_path: Path) -> None:
+    way = Way(2, build="tied")
+    save_safetensors(way.model(), tmp_path, dtype=torch.bfloat16, metadata={"by": "us"})
+    want = {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in state_of(way).items()}
+    assert any(value.dtype == torch.int64 for value in want.values())
+    assert_equal(read_all(tmp_path), want)
     with safe_open(tmp_path / SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt", "by": "us"}
 
@@ -131,17 +124,13 @@ def test_floating_point_tensors_are_converted(world2: World, tmp_path: Path) -> 
 LAYER = 256 * 256 * 4
 
 
-def peak_of_saving(folder: str) -> float:
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    for layer in model:
+@on_ranks(2)
+def test_each_rank_holds_one_file(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    for layer in (*model, model):
         fully_shard(layer)
-    fully_shard(model)
-    return peak_bytes(lambda: save_safetensors(model, folder, max_shard_bytes=LAYER)) / LAYER
-
-
-def test_each_rank_holds_one_file(world4: World, tmp_path: Path) -> None:
-    for peak in world4.run(peak_of_saving, str(tmp_path)):
-        assert 1 <= peak <= 2.1  # what was gathered before is let go of as the next is there
+    peak = peak_bytes(lambda: save_safetensors(model, tmp_path, max_shard_bytes=LAYER)) / LAYER
+    assert 1 <= peak <= 2.1  # what was gathered before is let go of as the next is there
 
 
 # --- writing that fails ---------------------------------------------------------------------------
@@ -202,21 +191,22 @@ def refused_to_save(folder: str) -> list[str]:
         refusal(save_safetensors, Way(2).model(device="meta"), folder),
     ]
     save_safetensors(model, folder)
-    told.append(refusal(save_safetensors, model, folder).replace(folder, "FOLDER"))
-    return told
+    (Path(folder) / "incomplete").mkdir(exist_ok=True)
+    (Path(folder) / "incomplete" / INDEX).write_text("{}")  # without its files
+    told += [refusal(save_safetensors, model, each) for each in (folder, f"{folder}/incomplete")]
+    return [text.replace(folder, "FOLDER") for text in told]
 
 
 def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(refused_to_save, str(tmp_path))
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(refused_to_save, str(tmp_path)))),
         """\
 ValueError: save_safetensors: max_shard_bytes is 0; pass a number of bytes above 0.
 ValueError: save_safetensors: dtype is torch.int8; pass a floating-point dtype, or None.
 ValueError: save_safetensors: metadata is {'step': 7}; names and values have to be strings.
 RuntimeError: save_safetensors: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-FileExistsError: save_safetensors: FOLDER has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.""",
+FileExistsError: save_safetensors: FOLDER has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.
+FileExistsError: save_safetensors: FOLDER/incomplete has model.safetensors.index.json in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.""",
     )
 
 
@@ -237,15 +227,12 @@ class Fused(nn.Module):
         return self.q(x) + self.k(x)
 
 
-def saved_by_hooks(folder: str) -> None:
+@on_ranks(2)
+def test_what_modules_make_for_their_state_is_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    save_safetensors(Fused(), folder)
-
-
-def test_what_modules_make_for_their_state_is_saved(world2: World, tmp_path: Path) -> None:
-    world2.run(saved_by_hooks, str(tmp_path))
-    torch.manual_seed(0)
-    assert same(read_all(tmp_path), dict(Fused().state_dict()))
+    model = Fused()
+    save_safetensors(model, tmp_path)
+    assert_equal(read_all(tmp_path), dict(model.state_dict()))
 
 
 def test_a_model_of_one_process_is_saved_without_a_process_group(tmp_path: Path) -> None:
@@ -255,16 +242,6 @@ def test_a_model_of_one_process_is_saved_without_a_process_group(tmp_path: Path)
     other = built("tied", 1)
     load_full_state_dict(other, tmp_path)
     assert same(full_state_dict(other), model.state_dict())
-
-
-def test_an_index_without_its_files_is_not_covered_up(world2: World, tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text("{}")
-    for told in world2.run(refused_for_what_is_there, str(tmp_path)):
-        assert f"has {INDEX} in it already" in told
-
-
-def refused_for_what_is_there(folder: str) -> str:
-    return refusal(save_safetensors, Way(2).model(), folder)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -385,11 +362,8 @@ def test_bad_files_are_named_and_the_model_is_unchanged(world2: World, tmp_path:
         if kind != "nothing there":
             folder.mkdir()
             spoil(kind, folder)
-        (first, is_same), (second, is_same_too) = world2.run(refused_load, str(folder))
-        assert first == second
+        told[kind], is_same = alike(world2.run(refused_load, str(folder)))
         assert is_same
-        assert is_same_too
-        told[kind] = first
     assert_expected_inline(
         "\n".join(f"{kind}: {text}" for kind, text in told.items()),
         """\
@@ -416,17 +390,12 @@ def test_a_file_that_one_rank_lacks_is_told_by_all(world2: World, tmp_path: Path
     folder = tmp_path / "model"
     folder.mkdir()
     save_safetensors_plainly(Way(2), folder)
-    first, second = world2.run(refused_on_one_rank, str(folder))
-    assert first == second
-    assert "model_gone does not exist" in first
+    assert "model_gone does not exist" in alike(world2.run(refused_on_one_rank, str(folder)))
 
 
-def without_the_package() -> list[str]:
+@on_ranks(2)
+def test_without_the_package_the_message_says_what_to_install() -> None:
     model = Way(2).model()
     with mock.patch.dict("sys.modules", {"safetensors": None}):
-        return [refusal(load_full_state_dict, model, "x"), refusal(save_safetensors, model, "x")]
-
-
-def test_without_the_package_the_message_says_what_to_install(world2: World) -> None:
-    for told in world2.run(without_the_package):
-        assert all("pip install 'shardwise[safetensors]'" in text for text in told)
+        for act in (load_full_state_dict, save_safetensors):
+            assert "pip install 'shardwise[safetensors]'" in refusal(act, model, "x")

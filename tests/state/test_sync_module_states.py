@@ -11,10 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import alike, assert_equal
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
 from models import LanguageModel, OddBlock, Tower, random_batch
+from on_ranks import on_ranks
 from refusals import wrapped
 from strategies import ALWAYS, Plan
 from torch import Tensor, nn
@@ -63,44 +65,38 @@ def in_full(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def assert_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert got[name].dtype == value.dtype
-        assert torch.equal(got[name], value), name
-
-
 # --- before sharding ------------------------------------------------------------------------------
 
 
-def spread_plain(src: int) -> dict[str, Tensor]:
+def spread_plain(src: int, packed_bytes: int) -> dict[str, Tensor]:
     model = built(dist.get_rank())
-    sync_module_states(model, src=src)
+    with mock.patch.object(replicas, "PACKED_BYTES", packed_bytes):
+        sync_module_states(model, src=src)
     assert model.strided.stride() == (1, 3)
     return in_full(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_a_model_that_is_not_sharded_comes_from_the_source(world: World) -> None:
+@pytest.mark.parametrize(
+    ("world", "packed_bytes"),
+    [(1, replicas.PACKED_BYTES), (2, 20), (3, replicas.PACKED_BYTES)],
+    indirect=["world"],
+)
+def test_a_model_that_is_not_sharded_comes_from_the_source_in_pieces_of_any_size(
+    world: World, packed_bytes: int
+) -> None:
     src = world.size - 1
-    for got in world.run(spread_plain, src):
-        assert_bits(got, in_full(built(src)))
+    for got in world.run(spread_plain, src, packed_bytes):
+        assert_equal(got, in_full(built(src)))
 
 
-def loaded_on_one_rank_then_sharded() -> list[Any]:
-    model = built(dist.get_rank())
+@on_ranks(2)
+def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere() -> None:
+    want, model = built(1), built(dist.get_rank())
     sync_module_states(model, src=1)
     fully_shard(model)
-    return [in_full(model), model(random_batch(0, 12)).detach()]
-
-
-def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere(world2: World) -> None:
-    model = built(1)
-    want = in_full(model)
-    output = model(random_batch(0, 12)).detach()
-    for got, its_output in world2.run(loaded_on_one_rank_then_sharded):
-        assert_bits(got, want)
-        torch.testing.assert_close(its_output, output, rtol=0, atol=1e-10)
+    assert_equal(in_full(model), in_full(want))
+    outputs = [each(random_batch(0, 12)).detach() for each in (model, want)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
 
 
 # --- after sharding -------------------------------------------------------------------------------
@@ -137,23 +133,19 @@ def test_shards_come_from_the_replica_of_the_source(world: World, plan: Plan) ->
     src = plan.ranks - 1
     for differing, buffers in world.run(spread_by_plan, plan, src):
         assert differing == []
-        assert_bits(buffers, dict(built(src).named_buffers()))
+        assert_equal(buffers, dict(built(src).named_buffers()))
 
 
-def drifted_buffers() -> list[Any]:
+@on_ranks(2)
+def test_buffers_that_drifted_apart_are_made_equal() -> None:
     model = fully_shard(built(0))
     for step in range(3):  # batches of their own, of other sizes even
         model(random_batch(10 * dist.get_rank() + step, 4 + dist.get_rank()))
-    drifted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    drifted: list[Any] = [None, None]
+    dist.all_gather_object(drifted, dict(model.named_buffers()))
     sync_module_states(model)
-    return [drifted, dict(model.named_buffers())]
-
-
-def test_buffers_that_drifted_apart_are_made_equal(world2: World) -> None:
-    (first, _), (second, _) = ranks = world2.run(drifted_buffers)
-    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
-    for _, synchronised in ranks:
-        assert_bits(synchronised, first)
+    assert not torch.equal(drifted[0]["norm.running_mean"], drifted[1]["norm.running_mean"])
+    assert_equal(dict(model.named_buffers()), drifted[0])
 
 
 def after_a_forward(option: str) -> list[Any]:
@@ -181,10 +173,11 @@ def test_the_next_forward_computes_with_what_came(world2: World, option: str) ->
     torch.testing.assert_close(model(random_batch(0, 4)).detach(), wanted)
 
 
-def tensor_parallel(src: int) -> list[Any]:
+@on_ranks(4)
+def test_what_tensor_parallelism_replicates_comes_from_the_row_of_the_source() -> None:
     """Shards over tp alone, replicas of them over dp, and a norm that tp replicates."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    model = built_pair(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
 
     def place(_: str, module: nn.Module, tp: Any) -> None:
         if isinstance(module, nn.Linear):
@@ -196,107 +189,66 @@ def tensor_parallel(src: int) -> list[Any]:
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().fill_(rank)
-    sync_module_states(model, src=src)
-    return [
-        {n: sorted(set(p.to_local().flatten().tolist())) for n, p in model.named_parameters()},
-        [str(p.placements) for p in model.parameters()],
-    ]
-
-
-def built_pair(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
-
-
-def test_what_tensor_parallelism_replicates_comes_from_the_row_of_the_source(world4: World) -> None:
+    sync_module_states(model, src=2)
     # rank = 2 * dp + tp; the source is (1, 0). Shards over dp stay with their dp rank.
-    ranks = world4.run(tensor_parallel, 2)
-    assert [found["0.weight"] for found, _ in ranks] == [[0.0], [1.0], [2.0], [3.0]]
-    assert [found["1.weight"] for found, _ in ranks] == [[0.0], [0.0], [2.0], [2.0]]
+    assert model[0].weight.to_local().eq(rank).all()
+    assert model[1].weight.to_local().eq(rank // 2 * 2).all()
 
 
-def num_broadcasts() -> tuple[int, int]:
+@on_ranks(2)
+def test_small_tensors_share_broadcasts_and_large_ones_take_several() -> None:
     model = built(dist.get_rank())
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
         sync_module_states(model)
-        packed = broadcast.call_count
-    with (
-        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
-        mock.patch.object(replicas, "PACKED_BYTES", 64),
-    ):
-        sync_module_states(model)
-    return packed, broadcast.call_count
-
-
-def test_small_tensors_share_broadcasts_and_large_ones_take_several(world2: World) -> None:
-    for packed, pieces in world2.run(num_broadcasts):
-        # Those that are not contiguous go alone.
-        assert packed < 10
-        assert pieces > 30
-
-
-def in_small_pieces() -> dict[str, Tensor]:
-    with mock.patch.object(replicas, "PACKED_BYTES", 20):
-        return spread_plain(1)
-
-
-def test_pieces_of_any_size_arrive_in_their_places(world2: World) -> None:
-    for got in world2.run(in_small_pieces):
-        assert_bits(got, in_full(built(1)))
+        assert broadcast.call_count < 10  # those that are not contiguous go alone
+        broadcast.reset_mock()
+        with mock.patch.object(replicas, "PACKED_BYTES", 64):
+            sync_module_states(model)
+        assert broadcast.call_count > 30
 
 
 # --- ranks without values -------------------------------------------------------------------------
 
 
-def with_values_on_one_rank(src: int) -> list[Any]:
+@pytest.mark.parametrize("src", [0, 1])
+@on_ranks(2)
+def test_ranks_without_values_get_those_of_the_source(src: int) -> None:
     """One rank loads, the others have built on the meta device, and have an optimizer already."""
-    if dist.get_rank() == src:
+    with torch.device("cpu" if dist.get_rank() == src else "meta"):
         model = built(src)
-    else:
-        with torch.device("meta"):
-            model = built(src)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync_module_states(model, src=src)
     owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
     assert owned == {id(param) for param in model.parameters()}
     assert model.outlet.weight is model.outlet_again.weight
     assert model.strided.stride() == (1, 3)
-    values = in_full(model)
+    want = in_full(built(src))
+    assert_equal(in_full(model), want)
     fully_shard(model)
-    return [values, in_full(model)]
+    assert_equal(in_full(model), want)
 
 
-@pytest.mark.parametrize("src", [0, 1])
-def test_ranks_without_values_get_those_of_the_source(world2: World, src: int) -> None:
-    for before, after in world2.run(with_values_on_one_rank, src):
-        assert_bits(before, in_full(built(src)))
-        assert_bits(after, in_full(built(src)))
-
-
-def replicas_without_values(rank_without: int) -> Any:
-    """Two replicas of two shards each; the ranks of one replica, or one rank of the source's, have none."""
-    mesh = device_mesh((2, 2), ("replicate", "shard"))
-    is_empty = dist.get_rank() // 2 == 1 if rank_without < 0 else dist.get_rank() == rank_without
-    with torch.device("meta" if is_empty else "cpu"):
+def replicas_on(devices: str) -> Everything:
+    """Two replicas of two shards each, built by each rank on the device of its number."""
+    with torch.device(devices.split()[dist.get_rank()]):
         model = built(7)
-    fully_shard(model, mesh=mesh)
-    if rank_without >= 0:
-        return refusal(sync_module_states, model)
+    fully_shard(model, mesh=device_mesh((2, 2), ("replicate", "shard")))
+    return model
+
+
+@on_ranks(4)
+def test_replicas_without_values_get_shards_from_that_of_the_source() -> None:
+    model = replicas_on("cpu cpu meta meta")
     sync_module_states(model)
     check_replicas(model)
-    return in_full(model)
+    assert_equal(in_full(model), in_full(built(7)))
 
 
-def test_replicas_without_values_get_shards_from_that_of_the_source(world4: World) -> None:
-    for got in world4.run(replicas_without_values, -1):
-        assert_bits(got, in_full(built(7)))
-
-
-def test_shards_that_nobody_else_has_must_be_there(world4: World) -> None:
-    first, *others = world4.run(replicas_without_values, 1)
-    assert others == [first] * 3
-    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in first
-    assert "blocks.0" in first
+@on_ranks(4)
+def test_shards_that_nobody_else_has_must_be_there() -> None:
+    told = refusal(sync_module_states, replicas_on("cpu meta cpu cpu"))
+    assert "sync_module_states: rank 1 is to send them, or has nobody to take them from: " in told
+    assert "blocks.0" in told
 
 
 def other_models() -> list[str]:
@@ -310,10 +262,8 @@ def other_models() -> list[str]:
 
 
 def test_what_one_rank_is_refused_all_are(world2: World) -> None:
-    first, second = world2.run(other_models)
-    assert first == second
     assert_expected_inline(
-        "\n".join(map(wrapped, first)),
+        "\n".join(map(wrapped, alike(world2.run(other_models)))),
         """\
 RuntimeError: rank 1: sync_module_states: this rank (1) has 2 tensors,
 and rank 0 2; they differ in shape or dtype at: weight, bias. Build
@@ -365,7 +315,8 @@ they are. Call it before.""",
     )
 
 
-def replicated_tensor() -> list[float]:
+@on_ranks(2)
+def test_replicated_tensors_outside_groups_are_made_equal() -> None:
     """A DTensor that nobody has sharded."""
     mesh = device_mesh((2,), ("tp",))
     model = nn.Linear(2, 2)
@@ -373,8 +324,4 @@ def replicated_tensor() -> list[float]:
     model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
     nn.init.zeros_(model.bias)
     sync_module_states(model, src=1)
-    return model.weight.to_local().flatten().tolist()
-
-
-def test_replicated_tensors_outside_groups_are_made_equal(world2: World) -> None:
-    assert world2.run(replicated_tensor) == [[1.0] * 4] * 2
+    assert_equal(model.weight.to_local().detach(), torch.ones(2, 2))

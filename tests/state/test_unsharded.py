@@ -4,27 +4,28 @@ An edit inside is the same edit as in plain PyTorch: what is trained after it eq
 global batch in float64 to 1e-10, whatever the strategy, the number of ranks and the way of editing.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import assert_all_same, assert_as_plain
+from comparing import alike, assert_all_same, assert_equal
 from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
-from meshed import Asks, Layout, device_mesh, gradients_of, parameters_of, refusal, tensors_of
+from meshed import Asks, Layout, gradients_of, parameters_of, refusal, tensors_of, whole
 from models import built, even_tower, language_model, odd_model, random_batch, uneven_tower
-from reference import adamw, full, mean_of_squares
+from on_ranks import on_ranks
+from reference import adamw, mean_of_squares
 from refusals import wrapped
-from scenario import one_thread
-from strategies import FOUR, SOME_PLANS, Plan, live_bytes, part, plainly, step
+from scenario import Side, same_as_plain
+from strategies import FLAT, SOME_PLANS, Plan, live_bytes, part, plainly, plans_for, step
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -34,7 +35,7 @@ from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 by_plan = pytest.mark.parametrize(
     ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
 )
-by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
+by_two = pytest.mark.parametrize("plan", plans_for(2), ids=str)
 
 ZERO3 = Plan("zero3", 2)
 
@@ -87,6 +88,7 @@ def opened(model: nn.Module, plan: Plan | None, **options: Any) -> Any:
 def seen_inside(plan: Plan | None, name: str) -> dict[str, Any]:
     make, width = MODELS[name]
     model = built(make)
+    next(model.parameters()).is_special = True
     if plan is not None:
         plan.shard(model)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, 0, width)
@@ -94,14 +96,19 @@ def seen_inside(plan: Plan | None, name: str) -> dict[str, Any]:
     with opened(model, plan):
         for fqn, param in model.named_parameters(remove_duplicate=False):
             module_name, _, own = fqn.rpartition(".")
-            assert getattr(model.get_submodule(module_name), own) is param
+            module = model.get_submodule(module_name)
+            assert getattr(module, own) is param
             assert type(param) is nn.Parameter
             notes |= {fqn: param.detach().clone(), f"{fqn} trains": param.requires_grad}
             notes[f"{fqn} is a leaf"] = param.is_leaf
+            if type(module) is nn.Linear:  # as an analysis does, without a forward of a sharded module
+                notes[f"{module_name} computes"] = module(random_batch(0, 2, module.in_features)).detach()
         for fqn, value in model.state_dict().items():
             assert not isinstance(value, DTensor)
             notes[f"state of {fqn}"] = value.clone()
         notes["order"] = [fqn for fqn, _ in model.named_parameters()]
+        notes["attribute"] = next(model.parameters()).is_special
+    assert next(model.parameters()).is_special
     if plan is not None:
         assert all(isinstance(param, DTensor) for param in model.parameters())
     return notes
@@ -113,94 +120,72 @@ def all_seen(plan: Plan | None) -> dict[str, Any]:
 
 @pytest.mark.sample(3)
 @by_plan
-def test_modules_have_their_full_parameters_inside(world: World, plan: Plan) -> None:
+def test_modules_have_their_full_parameters_and_their_attributes_inside_and_compute_with_them(
+    world: World, plan: Plan
+) -> None:
     assert_all_same(world.run(all_seen, plan), plainly(all_seen))
 
 
-def computed_by_hand() -> list[Tensor]:
-    """Code that reads weights, as an analysis does, without a forward of a sharded module."""
-    model = ZERO3.shard(built(uneven_tower))
-    with shardwise.unsharded(model), torch.no_grad():
-        block = model.blocks[1]
-        found = nn.functional.linear(random_batch(0, 2, 7), block.up.weight, block.up.bias)
-        return [found, block.down(torch.tanh(found)), model.blocks[2].norm(random_batch(0, 2, 7))]
-
-
-def test_what_is_seen_inside_can_be_computed_with(world2: World) -> None:
-    model = built(uneven_tower)
-    block = model.blocks[1]
-    found = nn.functional.linear(random_batch(0, 2, 7), block.up.weight, block.up.bias)
-    want = [found, block.down(torch.tanh(found)), model.blocks[2].norm(random_batch(0, 2, 7))]
-    for ranks in world2.run(computed_by_hand):
-        for got, expected in zip(ranks, want, strict=True):
-            torch.testing.assert_close(got, expected.detach(), rtol=0.0, atol=0.0)
-
-
-def dtypes_inside() -> tuple[set[torch.dtype], float]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+@on_ranks(2)
+def test_under_mixed_precision_they_have_full_precision_and_edits_keep_all_their_digits() -> None:
+    """What is shown is in the dtype in which it is stored, and so is an edit too fine for that of computation."""
     torch.manual_seed(1234)
-    model = ZERO3.shard(uneven_tower(), mp_policy=policy)
+    plain = uneven_tower()
+    model = deepcopy(plain)
+    ZERO3.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     model(random_batch(0, 2, 7, torch.float32))
-    torch.manual_seed(1234)
-    plain = dict(uneven_tower().named_parameters())
-    with shardwise.unsharded(model):
-        found = dict(model.named_parameters())
-        apart = max((found[name] - plain[name]).abs().max().item() for name in plain)
-        return {param.dtype for param in found.values()}, apart
+    with shardwise.unsharded(model), torch.no_grad():
+        assert_equal(model.state_dict(), plain.state_dict())
+        for param in model.parameters():
+            param.fill_(1 + 2.0**-20)
+    assert all((whole(param) == 1 + 2.0**-20).all() for param in model.parameters())
 
 
-def test_under_mixed_precision_they_have_full_precision(world2: World) -> None:
-    assert world2.run(dtypes_inside) == [({torch.float32}, 0.0)] * 2
+PARTS: dict[str, tuple[str, dict[str, Any], Callable[[str], bool]]] = {
+    "root alone": ("", {"recurse": False}, lambda name: not name.startswith("blocks.")),
+    "a block": ("blocks.1", {}, lambda name: name.startswith("blocks.1.")),
+    "a block alone": ("blocks.1", {"recurse": False}, lambda name: name.startswith("blocks.1.")),
+    "a list of blocks": ("blocks", {}, lambda name: name.startswith("blocks.")),
+    "all": ("", {"recurse": True}, lambda name: True),
+}
 
 
-def part_of_the_tree(how: str) -> list[str]:
-    """The names of what is not a shard inside."""
+@on_ranks(2)
+def test_recurse_says_which_groups() -> None:
     model = ZERO3.shard(built(uneven_tower))
-    module, options = {
-        "root alone": (model, {"recurse": False}),
-        "a block": (model.blocks[1], {}),
-        "a block alone": (model.blocks[1], {"recurse": False}),
-        "a list of blocks": (model.blocks, {}),
-        "all": (model, {"recurse": True}),
-    }[how]
-    with shardwise.unsharded(module, **options):
-        return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+    for how, (module_name, options, is_inside) in PARTS.items():
+        with shardwise.unsharded(model.get_submodule(module_name), **options):
+            for name, param in model.named_parameters():
+                assert isinstance(param, DTensor) is not is_inside(name), f"{how}: {name}"
 
 
-def test_recurse_says_which_groups(world2: World) -> None:
-    names = [name for name, _ in uneven_tower().named_parameters()]
-    own = [name for name in names if not name.startswith("blocks.")]
-    second = [name for name in names if name.startswith("blocks.1.")]
-    blocks = [name for name in names if name.startswith("blocks.")]
-    for how, want in {
-        "root alone": own,
-        "a block": second,
-        "a block alone": second,
-        "a list of blocks": blocks,
-        "all": names,
-    }.items():
-        assert world2.run(part_of_the_tree, how) == [want, want], how
-
-
-def on_one_rank(plan: Plan) -> tuple[bool, bool, dict[str, Any]]:
+def on_one_rank(plan: Plan, offload_to_cpu: bool) -> tuple[bool, dict[str, Any]]:
     model = plan.shard(built(uneven_tower))
-    with shardwise.unsharded(model, writeback=False, rank0_only=True):
-        kinds = {isinstance(param, DTensor) for param in model.parameters()}
-        values = {} if True in kinds else {n: p.detach().clone() for n, p in model.named_parameters()}
-    after = all(isinstance(param, DTensor) for param in model.parameters())
-    assert len(kinds) == 1
+    mean_of_squares(model, part(plan, 0, 7)).backward()
+    options = {"rank0_only": True, "with_grads": True, "offload_to_cpu": offload_to_cpu}
+    with shardwise.unsharded(model, writeback=False, **options):
+        shards = [isinstance(each, DTensor) for param in model.parameters() for each in (param, param.grad)]
+        values = {} if all(shards) else tensors_of(model)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     step(model, adamw(model), plan, 0, 7)
-    return kinds == {False}, after, values
+    return any(shards), values
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy != "zero1"], ids=str)
-def test_rank0_only_fills_the_first_rank_alone(world4: World, plan: Plan) -> None:
-    want = {name: param.detach() for name, param in built(uneven_tower).named_parameters()}
-    first, *others = world4.run(on_one_rank, plan)
-    assert first[:2] == (True, True)
-    assert_all_same([first[2]], want, atol=0.0)
-    assert all(other == (False, True, {}) for other in others)
+@pytest.mark.parametrize(
+    ("plan", "world", "offload_to_cpu"),
+    [(ZERO3, 2, True), (Plan("ddp", 2), 2, False), (Plan("hybrid", 4, 2), 4, False)],
+    indirect=["world"],
+    ids=str,
+)
+def test_rank0_only_fills_the_first_rank_alone_gradients_too(
+    world: World, plan: Plan, offload_to_cpu: bool
+) -> None:
+    model = built(uneven_tower)
+    mean_of_squares(model, part(None, 0, 7)).backward()
+    (is_any_a_shard, values), *others = world.run(on_one_rank, plan, offload_to_cpu)
+    assert not is_any_a_shard
+    assert_all_same([values], tensors_of(model))
+    assert all(other == (True, {}) for other in others)
 
 
 def tensor_parallel_seen(writes: bool) -> tuple[list[str], dict[str, Any]]:
@@ -358,132 +343,109 @@ EDITS: dict[str, Edit] = {
 EXCEPT = {("by_assigning", "tied"), ("by_vectors", "odd")}
 
 
-def edited(plan: Plan | None, name: str, edit: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train, edit, train: with shards that are the same objects all along."""
+def edited(
+    plan: Plan | None, name: str, edit: str, writeback: bool, offload_to_cpu: bool = False
+) -> dict[str, Any]:
+    """Train, edit, train: with parameters that are the same objects all along."""
     make, width = MODELS[name]
     model = built(make)
     if plan is not None:
         plan.shard(model)
     optimizer = adamw(model)
     before = [(n, p) for n, p in model.named_parameters(remove_duplicate=False)]
-    for index in range(2):
-        step(model, optimizer, plan, index, width)
-        if index == 0:
-            with opened(model, plan, **options):
-                if plan is not None or options.get("writeback", True):
-                    EDITS[edit](model)
-                if plan is not None and not options.get("writeback", True):
-                    assert edit in ("freezing", "of_integers") or any_changed(model, before)
+    step(model, optimizer, plan, 0, width)
     if plan is not None:
-        after = list(model.named_parameters(remove_duplicate=False))
-        assert [n for n, _ in after] == [n for n, _ in before]
-        assert all(now is then for (_, now), (_, then) in zip(after, before, strict=True))
-        in_optimizer = optimizer.param_groups[0]["params"]
-        assert [id(param) for param in in_optimizer] == [id(param) for param in model.parameters()]
-    elif edit in ("by_new_parameters", "by_assigning") and options.get("writeback", True):
-        raise AssertionError("the optimizer of a plain run has lost its parameters: see plain_edit")
-    notes = tensors_of(model)
-    notes |= {f"{n} trains": p.requires_grad for n, p in model.named_parameters()}
-    return notes
+        with shardwise.unsharded(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
+            EDITS[edit](model)
+    elif writeback:
+        edit_in_place(model, EDITS[edit])
+    step(model, optimizer, plan, 1, width)
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert [n for n, _ in after] == [n for n, _ in before]
+    assert all(now is then for (_, now), (_, then) in zip(after, before, strict=True))
+    in_optimizer = optimizer.param_groups[0]["params"]
+    assert [id(param) for param in in_optimizer] == [id(param) for param in model.parameters()]
+    return tensors_of(model) | {f"{n} trains": p.requires_grad for n, p in model.named_parameters()}
 
 
-def any_changed(model: nn.Module, shards: list[tuple[str, nn.Parameter]]) -> bool:
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return any(names[name] is not shard for name, shard in shards)
+def edit_in_place(model: nn.Module, edit: Edit) -> None:
+    """Some edits replace parameters, which the optimizer of a plain run would not notice."""
+    twin = deepcopy(model)
+    edit(twin)
+    with torch.no_grad():
+        for param, new in zip(model.parameters(), twin.parameters(), strict=True):
+            param.copy_(new)
+            param.requires_grad_(new.requires_grad)
 
 
-@cache
-def plain_edit(name: str, edit: str, writes: bool) -> dict[str, Any]:
-    """The plain run; where an edit replaces parameters, its values are copied into the old ones."""
-    with one_thread():
-        if edit not in ("by_new_parameters", "by_assigning") or not writes:
-            return edited(None, name, edit, {"writeback": writes})
-        make, width = MODELS[name]
-        model = built(make)
-        optimizer = adamw(model)
-        for index in range(2):
-            step(model, optimizer, None, index, width)
-            if index == 0:
-                twin = deepcopy(model)
-                EDITS[edit](twin)
-                with torch.no_grad():
-                    for param, new in zip(model.parameters(), twin.parameters(), strict=True):
-                        param.copy_(new)
-        notes = tensors_of(model)
-        return notes | {f"{n} trains": p.requires_grad for n, p in model.named_parameters()}
-
-
-def all_edited(plan: Plan, edits: list[str], names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+def all_edited(
+    plan: Plan | None, edits: tuple[str, ...], names: tuple[str, ...], writeback: bool, *offload: bool
+) -> dict[str, Any]:
     return {
         f"{name}, {edit}: {what}": value
         for name in names
         for edit in edits
         if (edit, name) not in EXCEPT
-        for what, value in edited(plan, name, edit, options).items()
-    }
-
-
-def all_plainly_edited(edits: list[str], names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    writes = options.get("writeback", True)
-    return {
-        f"{name}, {edit}: {what}": value
-        for name in names
-        for edit in edits
-        if (edit, name) not in EXCEPT
-        for what, value in plain_edit(name, edit, writes).items()
+        for what, value in edited(plan, name, edit, writeback, *offload).items()
     }
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("edit", EDITS)
-def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world4: World, edit: str) -> None:
-    names = [*MODELS] if edit in ("in_place", "by_new_parameters") else ["odd", "tied"]
-    want = all_plainly_edited([edit], names, {})
-    assert_all_same(world4.run(all_edited, Plan("zero3", 4), [edit], names, {}), want)
+def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world3: World, edit: str) -> None:
+    names = tuple(MODELS) if edit in ("in_place", "by_new_parameters") else ("odd", "tied")
+    want = plainly(all_edited, (edit,), names, True)
+    assert_all_same(world3.run(all_edited, Plan("zero3", 3), (edit,), names, True), want)
 
 
-@pytest.mark.sample(3)
-@by_plan
-def test_edits_persist_under_every_strategy(world: World, plan: Plan) -> None:
-    edits = ["in_place", "by_new_parameters"]
-    want = all_plainly_edited(edits, ["tied"], {})
-    assert_all_same(world.run(all_edited, plan, edits, ["tied"], {}), want)
-
-
-@pytest.mark.sample(3)
-@by_plan
-def test_without_writeback_no_edit_persists(world: World, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("plan", "world", "writeback", "offload_to_cpu"),
+    [
+        (Plan("zero3", 1), 1, False, False),
+        (Plan("ddp", 2), 2, True, False),
+        (Plan("ddp", 2), 2, False, False),
+        (ZERO3, 2, True, True),
+        (ZERO3, 2, False, True),
+        (Plan("zero1", 3), 3, False, False),
+        (Plan("hybrid_zero2", 4, 2), 4, True, False),
+        *(
+            pytest.param(Plan(strategy, 4), 4, writeback, False, marks=pytest.mark.slow)
+            for strategy in ("zero1", "zero2", "zero3")
+            for writeback in (True, False)
+        ),
+    ],
+    indirect=["world"],
+    ids=str,
+)
+def test_edits_persist_under_every_strategy_and_none_does_without_writeback(
+    world: World, plan: Plan, writeback: bool, offload_to_cpu: bool
+) -> None:
     """Also where nothing is sharded and the full parameters could have been the shards themselves."""
-    edits = ["in_place", "by_new_data", "by_new_parameters", "freezing"]
-    options = {"writeback": False}
-    want = all_plainly_edited(edits, ["tied"], options)
-    assert_all_same(world.run(all_edited, plan, edits, ["tied"], options), want)
+    edits = ("in_place", "by_new_parameters", *(() if writeback else ("by_new_data", "freezing")))
+    want = plainly(all_edited, edits, ("tied",), writeback)
+    assert_all_same(world.run(all_edited, plan, edits, ("tied",), writeback, offload_to_cpu), want)
 
 
-def test_offload_to_cpu_persists_edits_as_well(world2: World) -> None:
-    for options in ({"offload_to_cpu": True}, {"offload_to_cpu": True, "writeback": False}):
-        want = all_plainly_edited(["in_place"], ["tied"], options)
-        assert_all_same(world2.run(all_edited, ZERO3, ["in_place"], ["tied"], options), want)
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "dim 1": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
+    "host": {"offload_policy": CPUOffloadPolicy()},
+    "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+    "reduces in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+}
 
 
-def otherwise_sharded(how: str | None) -> dict[str, Any]:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", OTHERWISE)
+@same_as_plain(3)
+def test_edits_reach_shards_that_lie_otherwise(side: Side, how: str) -> dict[str, Any]:
     """What is edited lies elsewhere or otherwise: on another dim, in host memory, in low precision."""
-    model = built(language_model)
-    plan = None if how is None else Plan("zero3", 3)
-    if how is not None:
-        options: dict[str, dict[str, Any]] = {
-            "dim 1": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
-            "host": {"offload_policy": CPUOffloadPolicy()},
-            "computes in float64": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
-            "reduces in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-        }
-        Plan("zero3", 3).shard(model, **options[how])
+    model, plan = built(language_model), Plan("zero3", 3) if side.is_sharded else None
+    if plan is not None:
+        plan.shard(model, **OTHERWISE[how])
     optimizer = adamw(model)
-    for index in range(3):
+    for index in range(2):
         optimizer.zero_grad()
-        tokens = torch.arange(12 * 4).view(12, 4) * (index + 3) % 29
-        if plan is not None:
-            tokens = tokens[dist.get_rank() * 4 :][:4]
+        tokens = side.part(torch.arange(12 * 4).view(12, 4) * (index + 3) % 29)
         model(tokens).square().mean().backward()
         with opened(model, plan, with_grads=True):
             with torch.no_grad():
@@ -497,50 +459,27 @@ def otherwise_sharded(how: str | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["dim 1", "host", "computes in float64", "reduces in float64"])
-def test_edits_reach_shards_that_lie_otherwise(world3: World, how: str) -> None:
-    assert_as_plain(world3, otherwise_sharded, how)
-
-
-def low_precision_edit() -> dict[str, Any]:
-    """An edit too fine for bfloat16, in which the model computes, is kept."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = ZERO3.shard(uneven_tower(), mp_policy=policy)
-    with shardwise.unsharded(model), torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1 + 2.0**-20)
-    return {name: bool((full(param) == 1 + 2.0**-20).all()) for name, param in model.named_parameters()}  # type: ignore[union-attr]
-
-
-def test_edits_under_mixed_precision_keep_all_their_digits(world2: World) -> None:
-    for found in world2.run(low_precision_edit):
-        assert found
-        assert all(found.values())
-
-
-def edited_between_microbatches(plan: Plan | None) -> dict[str, Any]:
+@pytest.mark.sample(3)
+@by_two
+@same_as_plain(2)
+def test_edits_between_microbatches_count_from_the_next_one_on(side: Side, plan: Plan) -> dict[str, Any]:
     """What a strategy keeps unsharded must not outlive an edit; what waits unreduced must."""
     model = built(uneven_tower)
-    if plan is not None:
+    if side.is_sharded:
         plan.shard(model)
-    for microbatch in range(4):
-        is_quiet = plan is not None and microbatch < 3
-        with shardwise.no_sync(model) if is_quiet else nullcontext():
-            mean_of_squares(model, part(plan, microbatch, 7)).backward()
-        if microbatch < 3:
-            with opened(model, plan):
+    for microbatch in range(3):
+        side.sync(model, microbatch == 2)
+        mean_of_squares(model, side.inputs(microbatch, 7)).backward()
+        if microbatch < 2:
+            with opened(model, plan if side.is_sharded else None):
                 in_place(model)
     return tensors_of(model)
 
 
-@pytest.mark.sample(3)
-@by_four
-def test_edits_between_microbatches_count_from_the_next_one_on(world4: World, plan: Plan) -> None:
-    assert_all_same(world4.run(edited_between_microbatches, plan), plainly(edited_between_microbatches))
-
-
-def left_by_an_exception(plan: Plan | None) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "zero1"])
+@same_as_plain(2)
+def test_an_exception_inside_loses_no_edit(side: Side, strategy: str) -> dict[str, Any]:
+    plan = Plan(strategy, 2) if side.is_sharded else None
     model = built(uneven_tower)
     if plan is not None:
         plan.shard(model)
@@ -553,41 +492,29 @@ def left_by_an_exception(plan: Plan | None) -> dict[str, Any]:
     return tensors_of(model)
 
 
-def test_an_exception_inside_loses_no_edit(world2: World) -> None:
-    for plan in (ZERO3, Plan("ddp", 2), Plan("zero1", 2)):
-        assert_as_plain(world2, left_by_an_exception, plan)
-
-
-def misfits(how: str) -> tuple[str, dict[str, Any]]:
-    """Replacements that no shard can take."""
-    model = ZERO3.shard(built(uneven_tower))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
+@same_as_plain(2)
+def test_a_replacement_that_does_not_fit_is_refused_by_name(side: Side, how: str) -> None:
+    model = side.shard_tower(built(uneven_tower))
     kept = list(model.parameters())
 
     def act() -> None:
         with shardwise.unsharded(model):
+            layer = model.blocks[1].up
             if how == "shape":
-                model.blocks[1].up.weight = nn.Parameter(torch.ones(3, 3).double())
+                layer.weight = nn.Parameter(torch.ones(3, 3).double())
             elif how == "new data":
-                model.blocks[1].up.weight.data = torch.ones(3, 3).double()
+                layer.weight.data = torch.ones(3, 3).double()
             else:
-                del model.blocks[1].up.weight
+                del layer.weight
 
-    message = refusal(act)
-    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
-    step(model, adamw(model), ZERO3, 0, 7)
-    return message, tensors_of(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["shape", "new data", "deleted"])
-def test_a_replacement_that_does_not_fit_is_refused_by_name(world2: World, how: str) -> None:
-    model = built(uneven_tower)
-    step(model, adamw(model), None, 0, 7)
-    want = tensors_of(model)
-    for message, found in world2.run(misfits, how):
-        assert "blocks.1.up.weight" in message
-        assert message.startswith(("ValueError", "RuntimeError"))
-        assert_all_same([found], want)
+    if side.is_sharded:
+        told = refusal(act)
+        assert "blocks.1.up.weight" in told
+        assert told.startswith(("ValueError", "RuntimeError"))
+        assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
+    side.steps(model, adamw(model), [0], width=7)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -649,84 +576,60 @@ def with_gradients(plan: Plan | None, name: str, edit: str, writeback: bool) -> 
     return notes | tensors_of(model)
 
 
-def all_gradients(plan: Plan | None, edits: tuple[str, ...], writeback: bool) -> dict[str, Any]:
+def all_gradients(
+    plan: Plan | None, edits: tuple[str, ...], names: tuple[str, ...], writeback: bool
+) -> dict[str, Any]:
     return {
         f"{name}, {edit}: {what}": value
-        for name in ("odd", "tied")
+        for name in names
         for edit in edits
         for what, value in with_gradients(plan, name, edit, writeback).items()
     }
 
 
-@pytest.mark.sample(3)
-@by_plan
-def test_gradients_are_seen_whole_and_edited(world: World, plan: Plan) -> None:
-    edits = tuple(GRADIENT_EDITS) if plan.strategy == "zero3" else ("scale", "clear_some")
-    assert_all_same(world.run(all_gradients, plan, edits, True), plainly(all_gradients, edits, True))
+@pytest.mark.parametrize(
+    ("plan", "world", "writeback"),
+    [
+        *((Plan("zero3", 1), 1, False), (ZERO3, 2, True), (Plan("ddp", 2), 2, True)),
+        *((Plan("zero1", 3), 3, False), (Plan("hybrid_zero2", 4, 2), 4, True)),
+        *(pytest.param(Plan(strategy, 4), 4, True, marks=pytest.mark.slow) for strategy in FLAT),
+        *(pytest.param(Plan(strategy, 4), 4, False, marks=pytest.mark.slow) for strategy in FLAT),
+    ],
+    indirect=["world"],
+    ids=str,
+)
+def test_gradients_are_seen_whole_and_edited_unless_writeback_is_off(
+    world: World, plan: Plan, writeback: bool
+) -> None:
+    edits, names = ("clear_some",) if not writeback else ("scale", "clear_some"), ("tied",)
+    if plan == ZERO3:
+        edits, names = tuple(GRADIENT_EDITS), ("odd", "tied")
+    want = plainly(all_gradients, edits, names, writeback)
+    assert_all_same(world.run(all_gradients, plan, edits, names, writeback), want)
 
 
-@pytest.mark.sample(3)
-@by_plan
-def test_without_writeback_gradients_stay_as_they_were(world: World, plan: Plan) -> None:
-    edits = ("clear_some",)
-    assert_all_same(world.run(all_gradients, plan, edits, False), plainly(all_gradients, edits, False))
-
-
-def without_gradients() -> tuple[bool, bool]:
-    """Without `with_grads`, full parameters have none, and those of the shards stay."""
+@on_ranks(2)
+def test_without_with_grads_gradients_are_left_alone() -> None:
+    """Full parameters have none, and those of the shards stay."""
     model = ZERO3.shard(built(uneven_tower))
     mean_of_squares(model, part(ZERO3, 0, 7)).backward()
     before = [param.grad for param in model.parameters()]
     with shardwise.unsharded(model):
-        inside = all(param.grad is None for param in model.parameters())
-    return inside, all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+        assert all(param.grad is None for param in model.parameters())
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_without_with_grads_gradients_are_left_alone(world2: World) -> None:
-    assert world2.run(without_gradients) == [(True, True)] * 2
-
-
-def gradients_on_one_rank() -> tuple[str, dict[str, Any]]:
-    model = ZERO3.shard(built(uneven_tower))
-    mean_of_squares(model, part(ZERO3, 0, 7)).backward()
-    with shardwise.unsharded(model, with_grads=True, rank0_only=True, writeback=False, offload_to_cpu=True):
-        if dist.get_rank() == 0:
-            assert not any(isinstance(param.grad, DTensor) for param in model.parameters())
-            found = {f"gradient of {n}": full(p.grad) for n, p in model.named_parameters()}
-        else:
-            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-            found = {}
-    return "first" if dist.get_rank() == 0 else "other", found
-
-
-def test_rank0_only_fills_gradients_there_too(world2: World) -> None:
-    model = built(uneven_tower)
-    mean_of_squares(model, part(None, 0, 7)).backward()
-    (name, found), other = world2.run(gradients_on_one_rank)
-    assert name == "first"
-    assert_all_same([found], gradients_of(model))
-    assert other == ("other", {})
-
-
-def waiting_gradients() -> tuple[str, dict[str, Any]]:
-    model = ZERO3.shard(built(uneven_tower))
-    with shardwise.no_sync(model):
-        mean_of_squares(model, part(ZERO3, 0, 7)).backward()
-    message = refusal(lambda: shardwise.unsharded(model, with_grads=True).__enter__())
-    mean_of_squares(model, part(ZERO3, 1, 7)).backward()
-    return message, tensors_of(model)
-
-
-def test_gradients_that_wait_unsynchronised_are_refused_by_name(world2: World) -> None:
-    model = built(uneven_tower)
-    for seed in (0, 1):
-        mean_of_squares(model, part(None, seed, 7)).backward()
-    for message, found in world2.run(waiting_gradients):
-        assert message.startswith("RuntimeError: ")
-        assert "unsharded" in message
-        assert "with_grads" in message
-        assert any(name in message for name in ("inlet", "blocks.0", "Tower"))
-        assert_all_same([found], tensors_of(model))
+@same_as_plain(2)
+def test_gradients_that_wait_unsynchronised_are_refused_by_name(side: Side) -> dict[str, Any]:
+    model = side.shard_tower(built(uneven_tower))
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0, 7)).backward()
+    if side.is_sharded:
+        told = refusal(shardwise.unsharded(model, with_grads=True).__enter__)
+        assert re.match("RuntimeError: unsharded.with_grads=True.*(inlet|blocks.0|Tower)", told), told
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1, 7)).backward()
+    return tensors_of(model)
 
 
 # --- in time --------------------------------------------------------------------------------------
@@ -754,22 +657,20 @@ def between_forward_and_backward(plan: Plan | None, edits: bool) -> Any:
     return message, {"total": total, **notes, **{f"{n} then": v for n, v in tensors_of(model).items()}}
 
 
-@pytest.mark.sample(3)
-@by_four
-def test_it_may_be_entered_between_forward_and_backward(world4: World, plan: Plan) -> None:
-    _, want = plainly(between_forward_and_backward, False)
-    for _, found in world4.run(between_forward_and_backward, plan, False):
-        assert_all_same([found], want)
-
-
-@pytest.mark.sample(3)
-@by_four
-def test_an_edit_between_forward_and_backward_is_noticed(world4: World, plan: Plan) -> None:
-    expected, want = plainly(between_forward_and_backward, True)
-    assert "modified by an inplace operation" in expected
-    for message, found in world4.run(between_forward_and_backward, plan, True, timeout=20):
-        assert message.startswith("RuntimeError: ")
-        assert "modified by an inplace operation" in message
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [plan if plan == ZERO3 else pytest.param(plan, marks=pytest.mark.slow) for plan in plans_for(2)],
+    ids=str,
+)
+def test_it_may_be_entered_between_forward_and_backward_and_an_edit_there_is_noticed(
+    world2: World, plan: Plan, edits: bool
+) -> None:
+    told, want = plainly(between_forward_and_backward, edits)
+    said = "RuntimeError: ", "modified by an inplace operation"
+    assert not edits or said[1] in told
+    for message, found in world2.run(between_forward_and_backward, plan, edits, timeout=20):
+        assert message.startswith(said[0]) and said[1] in message if edits else not message
         assert_all_same([found], want)
 
 
@@ -806,90 +707,70 @@ def test_each_rank_that_sees_full_parameters_holds_them_once(world2: World) -> N
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refused_inside(how: str) -> tuple[str, dict[str, Any]]:
+def refused_inside() -> tuple[list[str], dict[str, Any]]:
     """What is refused inside, and training after it, in which nothing may be amiss."""
     model = ZERO3.shard(built(uneven_tower))
     optimizer = adamw(model)
     step(model, optimizer, ZERO3, 0, 7)
     loss = mean_of_squares(model, part(ZERO3, 1, 7))
-    acts: dict[str, Callable[[], Any]] = {
-        "forward": lambda: model(part(ZERO3, 1, 7)),
-        "forward of a block": lambda: model.blocks[1](part(ZERO3, 1, 7)),
-        "backward": lambda: loss.backward(),
-        "unshard": lambda: model.blocks[1].unshard(),
-        "deepcopy": lambda: deepcopy(model),
-        "deepcopy of a block": lambda: deepcopy(model.blocks[1]),
-        "again": lambda: shardwise.unsharded(model).__enter__(),
-        "again in a block": lambda: shardwise.unsharded(model.blocks[1]).__enter__(),
-    }
     with shardwise.unsharded(model):
-        message = refusal(acts[how])
+        messages = [
+            refusal(model, part(ZERO3, 1, 7)),
+            refusal(model.blocks[1], part(ZERO3, 1, 7)),
+            refusal(model.blocks[1].unshard),
+            refusal(deepcopy, model),
+            refusal(deepcopy, model.blocks[1]),
+            refusal(shardwise.unsharded(model).__enter__),
+            refusal(shardwise.unsharded(model.blocks[1]).__enter__),
+            refusal(loss.backward),
+        ]
     model.zero_grad()
     step(model, optimizer, ZERO3, 2, 7)
-    return message, tensors_of(model)
+    return messages, tensors_of(model)
 
 
-INSIDE = [
-    *("forward", "forward of a block", "backward", "unshard", "deepcopy", "deepcopy of a block"),
-    *("again", "again in a block"),
-]
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("how", INSIDE)
-def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World, how: str) -> None:
+def test_what_cannot_be_done_inside_is_refused_and_leaves_no_trace(world2: World) -> None:
     model = built(uneven_tower)
     optimizer = adamw(model)
     for seed in (0, 2):
         step(model, optimizer, None, seed, 7)
-    want = tensors_of(model)
-    for message, found in world2.run(refused_inside, how):
-        assert message.startswith("RuntimeError: ")
-        assert "unsharded" in message
-        assert "blocks.1" in message or ("block" not in how and how != "unshard")
-        assert "Tower" in message or "blocks." in message
-        assert_all_same([found], want)
+    ranks = world2.run(refused_inside)
+    assert_all_same([found for _, found in ranks], tensors_of(model))
+    assert_expected_inline(
+        "\n".join(alike([messages for messages, _ in ranks])),
+        """\
+RuntimeError: Tower: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
+RuntimeError: blocks.1: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
+RuntimeError: blocks.1: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().
+RuntimeError: Tower: copy.deepcopy is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
+RuntimeError: blocks.1: copy.deepcopy is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
+RuntimeError: Tower: another unsharded() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
+RuntimeError: blocks.1: another unsharded() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first.
+RuntimeError: Tower: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""",
+    )
 
 
-def nested_apart() -> tuple[list[str], dict[str, Any]]:
-    """Disjoint groups may be opened inside each other."""
-    model = ZERO3.shard(built(uneven_tower))
-    with shardwise.unsharded(model.blocks[0]), shardwise.unsharded(model, recurse=False):
-        with shardwise.unsharded(model.blocks[2]), torch.no_grad():
+@same_as_plain(2)
+def test_contexts_of_disjoint_groups_may_be_nested(side: Side) -> None:
+    model = side.shard_tower(built(uneven_tower))
+    plan = ZERO3 if side.is_sharded else None
+    with opened(model.blocks[0], plan), opened(model, plan, recurse=False):
+        with opened(model.blocks[2], plan), torch.no_grad():
             model.blocks[2].up.weight.mul_(0.9)
-        seen = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        if side.is_sharded:
+            for name, param in model.named_parameters():
+                assert isinstance(param, DTensor) is name.startswith(("blocks.1", "blocks.2"))
         with torch.no_grad():
             model.blocks[0].up.weight.mul_(0.9)
             model.inlet.weight.mul_(0.9)
-    step(model, adamw(model), ZERO3, 0, 7)
-    return seen, tensors_of(model)
+    side.steps(model, adamw(model), [0], width=7)
 
 
-def test_contexts_of_disjoint_groups_may_be_nested(world2: World) -> None:
-    model = built(uneven_tower)
-    with torch.no_grad():
-        for module in (model.blocks[0].up, model.blocks[2].up, model.inlet):
-            module.weight.mul_(0.9)
-    names = [n for n, _ in model.named_parameters() if not n.startswith(("blocks.1", "blocks.2"))]
-    step(model, adamw(model), None, 0, 7)
-    want = tensors_of(model)
-    for seen, found in world2.run(nested_apart):
-        assert seen == names
-        assert_all_same([found], want)
-
-
-def another_block_runs() -> dict[str, Any]:
-    """While one model is open, another one trains."""
-    first, second = (ZERO3.shard(built(uneven_tower)) for _ in range(2))
-    with shardwise.unsharded(first):
-        step(second, adamw(second), ZERO3, 0, 7)
-    return tensors_of(second)
-
-
-def test_another_model_may_train_meanwhile(world2: World) -> None:
-    model = built(uneven_tower)
-    step(model, adamw(model), None, 0, 7)
-    assert_all_same(world2.run(another_block_runs), tensors_of(model))
+@same_as_plain(2)
+def test_another_model_may_train_meanwhile(side: Side) -> None:
+    first, second = (side.shard_tower(built(uneven_tower)) for _ in range(2))
+    with opened(first, ZERO3 if side.is_sharded else None):
+        side.steps(second, adamw(second), [0], width=7)
 
 
 def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -931,134 +812,53 @@ class Halves(torch.Tensor):
         return None if out is not None else (gathered[0].float(), gathered)
 
 
-def refused(case: str) -> str:
-    plain = built(uneven_tower)
-    sharded = None if case.startswith("plain") else ZERO3.shard(built(uneven_tower))
-    if case == "meta":
-        with torch.device("meta"):
-            sharded = ZERO3.shard(uneven_tower())
-    cases: dict[str, Callable[[], Any]] = {
-        "plain": lambda: shardwise.unsharded(plain),
-        "plain list": lambda: shardwise.unsharded([plain]),  # type: ignore[arg-type]
-        "inside of a group": lambda: shardwise.unsharded(sharded.inlet),  # type: ignore[union-attr, arg-type]
-        "container alone": lambda: shardwise.unsharded(sharded.blocks, recurse=False),  # type: ignore[union-attr, arg-type]
-        "both": lambda: shardwise.unsharded(sharded, rank0_only=True),  # type: ignore[arg-type]
-        "meta": lambda: shardwise.unsharded(sharded),  # type: ignore[arg-type]
-        **{
-            name: lambda name=name: shardwise.unsharded(sharded, **{name: "yes"})  # type: ignore[misc]
-            for name in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
-        },
-    }
-    return refusal(lambda: cases[case]().__enter__())
-
-
-REFUSED = {
-    "plain": ["ValueError", "unsharded", "Tower"],
-    "plain list": ["TypeError", "unsharded", "list"],
-    "inside of a group": ["ValueError", "unsharded", "Linear"],
-    "container alone": ["ValueError", "unsharded", "ModuleList", "recurse"],
-    "both": ["ValueError", "unsharded", "rank0_only", "writeback"],
-    "meta": ["RuntimeError", "meta", "weight"],
-    "recurse": ["TypeError", "unsharded", "recurse", "'yes'"],
-    "writeback": ["TypeError", "unsharded", "writeback", "'yes'"],
-    "rank0_only": ["TypeError", "unsharded", "rank0_only", "'yes'"],
-    "offload_to_cpu": ["TypeError", "unsharded", "offload_to_cpu", "'yes'"],
-    "with_grads": ["TypeError", "unsharded", "with_grads", "'yes'"],
-}
-
-
-def all_refused() -> dict[str, str]:
-    return {case: refused(case) for case in REFUSED}
+def refused() -> list[str]:
+    plain, sharded = built(uneven_tower), ZERO3.shard(built(uneven_tower))
+    with torch.device("meta"):
+        on_meta = ZERO3.shard(uneven_tower())
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (plain, {}),
+        ([plain], {}),
+        (sharded.inlet, {}),  # inside of a group
+        (sharded.blocks, {"recurse": False}),
+        (sharded, {"rank0_only": True}),
+        (on_meta, {}),
+        *(
+            (sharded, {n: "yes"})
+            for n in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
+        ),
+    ]
+    return [refusal(shardwise.unsharded(each, **options).__enter__) for each, options in calls]
 
 
 def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
-    for messages in world2.run(all_refused):
-        for case, words in REFUSED.items():
-            assert all(word in messages[case] for word in words), f"{case}: {messages[case]}"
+    assert_expected_inline(
+        "\n".join(alike(world2.run(refused))),
+        """\
+ValueError: unsharded: there is no sharded module in this Tower. Call fully_shard or shard_model first.
+TypeError: unsharded: model is a list; pass an nn.Module.
+ValueError: unsharded: there is no sharded module in this Linear. Call fully_shard or shard_model first.
+ValueError: unsharded: ModuleList is not sharded itself, so that recurse=False leaves nothing. Pass a sharded module, or recurse=True.
+ValueError: unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write back, and their shards would not follow what rank 0 changes. Pass writeback=False.
+RuntimeError: Cannot run forward: 22 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
+TypeError: unsharded: recurse is 'yes', a str; pass True or False.
+TypeError: unsharded: writeback is 'yes', a str; pass True or False.
+TypeError: unsharded: rank0_only is 'yes', a str; pass True or False.
+TypeError: unsharded: offload_to_cpu is 'yes', a str; pass True or False.
+TypeError: unsharded: with_grads is 'yes', a str; pass True or False.""",
+    )
 
 
-def subclass_refused() -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_tensor_subclass_that_all_gathers_itself_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(Halves(torch.ones(4, 4)))
     for each in (*model, model):
         fully_shard(each)
-    message = refusal(lambda: shardwise.unsharded(model).__enter__())
-    return message, all(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_a_tensor_subclass_that_all_gathers_itself_is_refused_by_name(world2: World) -> None:
-    for message, is_sharded in world2.run(subclass_refused):
-        assert message.startswith("NotImplementedError: ")
-        assert "1.weight" in message
-        assert is_sharded, "the groups before it were left open"
-
-
-def replicas_seen() -> tuple[Any, ...]:
-    """Placements of shards after an edit, and that replicas did not drift apart."""
-    model = built(even_tower)
-    mesh = device_mesh((2, 2), ("replicate", "shard"))
-    shardwise.shard_model(model, strategy="hybrid", mesh=mesh)
-    with shardwise.unsharded(model):
-        in_place(model)
-    weight = model.inlet.weight
-    return weight.placements, weight.to_local().detach().clone()
-
-
-def test_replicas_stay_equal_after_an_edit(world4: World) -> None:
-    (placements, first), second, third, fourth = world4.run(replicas_seen)
-    assert placements == (Replicate(), Shard(0))
-    assert torch.equal(first, third[1])
-    assert torch.equal(second[1], fourth[1])
-
-
-def attributes_kept() -> dict[str, Any]:
-    """What the caller has hung on a parameter is there inside and after."""
-    model = built(even_tower)
-    model.inlet.weight.is_special = True
-    ZERO3.shard(model)
-    with shardwise.unsharded(model):
-        inside = getattr(model.inlet.weight, "is_special", False)
-    return {"inside": inside, "after": getattr(model.inlet.weight, "is_special", False)}
-
-
-def test_attributes_of_parameters_are_seen_inside(world2: World) -> None:
-    assert world2.run(attributes_kept) == [{"inside": True, "after": True}] * 2
-
-
-def parameters_afterwards() -> dict[str, Any]:
-    """An EMA over full parameters, as people keep it: read, swap in, evaluate, swap back."""
-    model = ZERO3.shard(built(uneven_tower))
-    optimizer = adamw(model)
-    average: dict[str, Tensor] = {}
-    for index in range(3):
-        step(model, optimizer, ZERO3, index, 7)
-        with shardwise.unsharded(model, writeback=False):
-            for name, param in model.named_parameters():
-                average[name] = average.get(name, torch.zeros_like(param)) * 0.5 + param.detach() * 0.5
-    with shardwise.unsharded(model):
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(average)
-    with torch.no_grad():
-        output = model(random_batch(9, 2, 7))
-    with shardwise.unsharded(model):
-        model.load_state_dict(kept)
-    step(model, optimizer, ZERO3, 3, 7)
-    return {"output": output, **parameters_of(model)}
-
-
-def test_an_average_of_the_weights_is_evaluated_and_put_back(world2: World) -> None:
-    model = built(uneven_tower)
-    optimizer = adamw(model)
-    average: dict[str, Tensor] = {}
-    for index in range(3):
-        step(model, optimizer, None, index, 7)
-        for name, param in model.named_parameters():
-            average[name] = average.get(name, torch.zeros_like(param)) * 0.5 + param.detach() * 0.5
-    twin = built(uneven_tower)
-    twin.load_state_dict(average)
-    output = twin(random_batch(9, 2, 7)).detach()
-    step(model, optimizer, None, 3, 7)
-    assert_all_same(world2.run(parameters_afterwards), {"output": output, **parameters_of(model)})
+    told = refusal(shardwise.unsharded(model).__enter__)
+    assert told.startswith("NotImplementedError: ")
+    assert "1.weight" in told
+    assert all(isinstance(param, DTensor) for param in model.parameters()), "groups before it were left open"
 
 
 # --- changes of one rank --------------------------------------------------------------------------
@@ -1071,7 +871,7 @@ EDITS_OF_ONE: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> dict[str, Any]:
+def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> tuple[str | None, dict[str, Any]]:
     """One rank alone edits; what is told, and the weights afterwards."""
     model = plan.shard(built(uneven_tower))
 
@@ -1081,7 +881,7 @@ def edited_on(rank: int, edit: str, plan: Plan, **options: Any) -> dict[str, Any
                 EDITS_OF_ONE[edit](model)
 
     told = refusal(act) if "src_rank" not in options else act()
-    return {"told": told, "weights": {name: full(param) for name, param in model.named_parameters()}}
+    return told, parameters_of(model)
 
 
 def plainly_edited(edit: str | None) -> dict[str, Tensor]:
@@ -1092,55 +892,45 @@ def plainly_edited(edit: str | None) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def assert_weights(ranks: list[dict[str, Any]], expected: dict[str, Tensor]) -> None:
-    for found in ranks:
-        for name, value in expected.items():
-            assert torch.equal(found["weights"][name], value), name
-
-
-by_edit = pytest.mark.parametrize("edit", EDITS_OF_ONE)
-by_plan_of_edits = pytest.mark.parametrize(
-    ("plan", "world"),
-    [(ZERO3, 2), (Plan("ddp", 2), 2), (Plan("hybrid", 4, 2), 4)],
+by_edit = pytest.mark.parametrize(
+    ("plan", "world", "edit"),
+    [
+        *((ZERO3, 2, edit) for edit in EDITS_OF_ONE),
+        *((Plan("ddp", 2), 2, "in place"), (Plan("hybrid", 4, 2), 4, "a row by .data")),
+    ],
     indirect=["world"],
     ids=str,
 )
 
 
 @by_edit
-@by_plan_of_edits
 def test_what_one_rank_alone_has_changed_is_refused_on_all_and_not_written(
     world: World, plan: Plan, edit: str
 ) -> None:
     ranks = world.run(edited_on, 0, edit, plan)
-    assert len({found["told"] for found in ranks}) == 1
+    told = alike([text for text, _ in ranks])
     name = "blocks.1.up.weight" if edit == "a row by .data" else "inlet.weight"
-    assert ranks[0]["told"].startswith(f"RuntimeError: unsharded: {name}")
-    assert_weights(ranks, plainly_edited(None))
-
-
-@by_edit
-@by_plan_of_edits
-def test_src_rank_gives_its_changes_to_all_ranks(world: World, plan: Plan, edit: str) -> None:
-    ranks = world.run(edited_on, 1, edit, plan, src_rank=1)
-    assert_weights(ranks, plainly_edited(edit))
-    other = world.run(
-        edited_on, 0, edit, plan, src_rank=1, offload_to_cpu=True
-    )  # what rank 0 does is dropped
-    assert_weights(other, plainly_edited(None))
-
-
-def test_the_refusal_names_the_parameter_and_the_ranks(world2: World) -> None:
-    first, second = world2.run(edited_on, 0, "a row by .data", ZERO3)
-    assert first["told"] == second["told"]
-    assert_expected_inline(
-        wrapped(first["told"]),
-        """\
+    assert told.startswith(f"RuntimeError: unsharded: {name}")
+    if (plan, edit) == (ZERO3, "a row by .data"):
+        assert_expected_inline(
+            wrapped(told),
+            """\
 RuntimeError: unsharded: blocks.1.up.weight: what was made of it
 inside unsharded() on rank 1 differs from what was made on rank 0.
 Nothing was written. Make the same change on all ranks, or pass
 src_rank= to take over that of one rank.""",
-    )
+        )
+    assert_all_same([found for _, found in ranks], plainly_edited(None), atol=0.0)
+
+
+@by_edit
+def test_src_rank_gives_its_changes_to_all_ranks(world: World, plan: Plan, edit: str) -> None:
+    ranks = world.run(edited_on, 1, edit, plan, src_rank=1)
+    assert_all_same([found for _, found in ranks], plainly_edited(edit), atol=0.0)
+    other = world.run(
+        edited_on, 0, edit, plan, src_rank=1, offload_to_cpu=True
+    )  # what rank 0 does is dropped
+    assert_all_same([found for _, found in other], plainly_edited(None), atol=0.0)
 
 
 def refusals_of_src_rank() -> list[str]:
@@ -1169,10 +959,8 @@ def refusals_of_src_rank() -> list[str]:
 
 
 def test_what_src_rank_cannot_do_is_refused_on_all_ranks(world2: World) -> None:
-    first, second = world2.run(refusals_of_src_rank)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(alike(world2.run(refusals_of_src_rank))),
         """\
 TypeError: unsharded: src_rank is True, a bool; pass a global rank, or None.
 ValueError: unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads left out.
@@ -1182,27 +970,21 @@ RuntimeError: unsharded: rank 0: inlet.weight: it was removed. Put it back, or c
     )
 
 
-def failed_with_src_rank() -> dict[str, Any]:
+@on_ranks(2)
+def test_after_an_exception_inside_src_rank_changes_nothing() -> None:
     model = ZERO3.shard(built(uneven_tower))
     with suppress(Failure), shardwise.unsharded(model, src_rank=0), torch.no_grad():
         EDITS_OF_ONE["in place"](model)
         raise Failure("inside")
-    return {"weights": {name: full(param) for name, param in model.named_parameters()}}
+    assert_equal(parameters_of(model), plainly_edited(None))
 
 
-def test_after_an_exception_inside_src_rank_changes_nothing(world2: World) -> None:
-    assert_weights(world2.run(failed_with_src_rank), plainly_edited(None))
-
-
-def collectives_on_exit(writeback: bool) -> int:
+@on_ranks(2)
+def test_leaving_without_writing_back_communicates_nothing() -> None:
     model = ZERO3.shard(built(uneven_tower))
-    context = shardwise.unsharded(model, writeback=writeback)
-    context.__enter__()
-    with CommDebugMode() as mode:
-        context.__exit__(None, None, None)
-    return int(mode.get_total_counts())
-
-
-def test_leaving_without_writing_back_communicates_nothing(world2: World) -> None:
-    assert world2.run(collectives_on_exit, False) == [0, 0]
-    assert world2.run(collectives_on_exit, True) == [1, 1]  # a checksum of all changes
+    for writeback, expected in ((False, 0), (True, 1)):  # a checksum of all changes
+        context = shardwise.unsharded(model, writeback=writeback)
+        context.__enter__()
+        with CommDebugMode() as mode:
+            context.__exit__(None, None, None)
+        assert mode.get_total_counts() == expected

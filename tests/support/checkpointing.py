@@ -6,6 +6,7 @@ on, in the same world or another, and `uninterrupted` is plain PyTorch in one pr
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,3 +153,24 @@ def second_half(run: Run, strict: bool = True) -> dict[str, Any]:
 def loaded_into(run: Run) -> tuple[Loaded, dict[str, Any]]:
     model, optimizer = run.start(2)
     return load_checkpoint(run.path, model, optimizer), everything(model, optimizer)
+
+
+# --- one layer, whose weight is one number ------------------------------------------------------------
+
+
+def saved_step(path: Path, value: float = 1.0, **options: Any) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    save_checkpoint(path, model, shared={"value": value}, **options)
+
+
+def value_at(path: Path | None) -> float:
+    assert path is not None
+    model = nn.Linear(2, 2)
+    value: float = load_checkpoint(path, model).shared["value"]
+    assert model.weight.unique().tolist() == [value]
+    return value
+
+
+def inside(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())

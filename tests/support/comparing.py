@@ -58,3 +58,10 @@ def assert_all_same(
     assert want, "the program has noted nothing"
     for rank, got in enumerate(ranks):
         assert_equal(got, want, f"rank {rank}", atol, rtol)
+
+
+def alike(ranks: Sequence[Any]) -> Any:
+    """What every rank found: the same."""
+    first, *others = ranks
+    assert all(other == first for other in others), f"the ranks disagree: {ranks}"
+    return first

@@ -6,7 +6,12 @@
         model = fully_shard(...)
         assert ...
 
-Bodies travel by name, as scenarios do (scenario.py).
+    @pytest.mark.parametrize("way", WAYS, ids=str)
+    @on_ranks()                              # in a world of `way.ranks`
+    def test_it(way):
+        ...
+
+Bodies travel by name, as scenarios do (scenario.py), and their parameters by pickle.
 """
 
 import functools
@@ -21,13 +26,16 @@ Body = Callable[..., None]
 
 def on_ranks(*worlds: int, timeout: float = 60.0) -> Callable[[Body], Body]:
     """Make a body a test, which runs on every rank of each of `worlds`; its parameters are those of the test."""
-    fixture = f"world{worlds[0]}" if len(worlds) == 1 else "world"
+    fixture = {0: "request", 1: "".join(f"world{size}" for size in worlds)}.get(len(worlds), "world")
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
-            arguments.pop(fixture).run(run_body, test, arguments, timeout=timeout)
+            world = arguments.pop(fixture)
+            if not worlds:
+                world = world.getfixturevalue(f"world{arguments['way'].ranks}")
+            world.run(run_body, test, arguments, timeout=timeout)
 
         asked = [fixture, *inspect.signature(body).parameters]
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
