@@ -173,43 +173,40 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
     assert_expected_inline(
         told(world2, DONE_WITHOUT_A_GRAPH),
         """\
-with_custom_all_gather: blocks.1: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
-
-with_custom_reduction: blocks.1: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
-
-with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+custom all-gather: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
 set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_quantized_all_gather: Tower: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
+custom reduction: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
+comm hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_extension: blocks.0: its parameters say themselves what is all-gathered of them.
+all-reduce hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
 
-with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
-fully_shard.
+event of the optimizer: Tower: all-gathers wait for the event of set_post_optim_event().
 
-with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
-fully_shard.
+quantized all-gather: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
+gradients in low precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
 (keep_low_precision_grads).
 
-with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
-
-on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
-summed twice.
-
-with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
+sums in a dtype of their own: Tower: gradients of inlet.weight are to add up in torch.float32
 (accumulate_dtype).
 
-with_an_event_of_the_optimizer: Tower: all-gathers wait for the event of set_post_optim_event().""",
+hook on the original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
+
+post hook on the original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
+
+class of its own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
+
+extension: blocks.0: its parameters say themselves what is all-gathered of them.
+
+on the whole mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
+summed twice.""",
     )
 
 
@@ -217,7 +214,7 @@ with_an_event_of_the_optimizer: Tower: all-gathers wait for the event of set_pos
 def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
     assert_expected_inline(
         told(world4, [BY_PAIRS]),
-        """kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
+        """kept by pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
     )
 
 
@@ -226,19 +223,19 @@ def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(worl
     assert_expected_inline(
         told(world2, NEVER_DONE),
         """\
-partly_loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
+partly loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
 full). Load a complete checkpoint before the next forward.
 
-openly_tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
+openly tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
 sharded module contains both, to own the parameter. Call fully_shard on the module around both,
 after these two, or shard both in one call, as a list.
 
-with_added_parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1').
-No group reduces the gradients, so they would stay this rank's own and the ranks would drift apart.
-Add parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
+added parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1'). No
+group reduces the gradients, so they would stay this rank's own and the ranks would drift apart. Add
+parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
 trained.
 
-on_meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
+on meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
 outlet.weight, outlet.bias. Nothing has given them values. Call shardwise.materialize(model), or
 load a checkpoint, first.""",
     )

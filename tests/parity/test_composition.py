@@ -52,19 +52,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def refusals_of_optimizers_made_first() -> list[str]:
-    """Of every kind of optimizer, in either order of step and zero_grad."""
+    """Of every kind of optimizer, whether step or zero_grad comes first."""
     texts = []
     for make in OPTIMIZERS.values():
-        for clears_first in (True, False):
+        for first in ("step", "zero_grad"):
             model = built(even_tower)
             optimizer = make(model.parameters())
             shard_tower(model)
-            if clears_first:
-                optimizer.zero_grad()
             mean_of_squares(model, random_batch(0, 4)).backward()
-            with pytest.raises(RuntimeError) as caught:
-                optimizer.step()
-            texts.append(str(caught.value))
+            texts.append(refusal(getattr(optimizer, first)))
     return texts
 
 
@@ -72,7 +68,7 @@ def test_an_optimizer_made_before_sharding_says_why_not(world2: World) -> None:
     for texts in world2.run(refusals_of_optimizers_made_first):
         assert len(texts) == 2 * len(OPTIMIZERS)
         for text in texts:
-            assert_says(text, "inlet.weight", "optimizer built before", "fully_shard")
+            assert_says(text, "RuntimeError", "inlet.weight", "optimizer built before fully_shard")
 
 
 class KeepsWeights(nn.Module):
