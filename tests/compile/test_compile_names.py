@@ -113,6 +113,12 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": state, **optimizer_state}
 
 
+def assert_as_uncompiled(world: World, of: Callable[[str], Any], form: str) -> None:
+    """`of` a compiled form finds the same as of the model that is not compiled."""
+    for got, want in zip(world.run(of, form), world.run(of, "plain"), strict=True):
+        assert_equal(got, want)
+
+
 # --- the numbers ----------------------------------------------------------------------------------
 
 
@@ -126,8 +132,7 @@ def steps_of(form: str) -> dict[str, Any]:
 @pytest.mark.sample(4)
 @forms
 def test_a_compiled_model_trains_as_the_same_model_uncompiled(world2: World, form: str) -> None:
-    for got, want in zip(world2.run(steps_of, form), world2.run(steps_of, "plain"), strict=True):
-        assert_equal(got, want)
+    assert_as_uncompiled(world2, steps_of, form)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -290,10 +295,7 @@ CASES = [(of, form) for form in COMPILED for of in (messages, meta_messages)]
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(("of", "form"), CASES)
 def test_messages_and_tables_have_the_names_of_the_model(world2: World, of: Any, form: str) -> None:
-    for got, want in zip(world2.run(of, form), world2.run(of, "plain"), strict=True):
-        assert "\n".join(f"{k}: {v}" for k, v in got.items()) == "\n".join(
-            f"{k}: {v}" for k, v in want.items()
-        )
+    assert_as_uncompiled(world2, of, form)
 
 
 # --- what may be done with a sharded module -------------------------------------------------------
@@ -348,8 +350,7 @@ def use(form: str) -> dict[str, Any]:
 @pytest.mark.slow
 @forms
 def test_what_may_be_done_with_a_model_may_be_done_with_a_compiled_one(world2: World, form: str) -> None:
-    for got, want in zip(world2.run(use, form), world2.run(use, "plain"), strict=True):
-        assert_equal(got, want)
+    assert_as_uncompiled(world2, use, form)
 
 
 def materialized(form: str) -> Any:
@@ -365,8 +366,7 @@ def materialized(form: str) -> Any:
 @pytest.mark.slow
 @forms
 def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, form: str) -> None:
-    for got, want in zip(world2.run(materialized, form), world2.run(materialized, "plain"), strict=True):
-        assert_equal(got, want)
+    assert_as_uncompiled(world2, materialized, form)
 
 
 def copied(form: str) -> tuple[bool, bool, bool]:
@@ -412,14 +412,9 @@ def gradients_with_method(form: str) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("form", ["torch.compile(model)", "model.compile()"])
 def test_a_registered_method_that_forward_calls_breaks_the_graph(world2: World, form: str) -> None:
-    for got, want in zip(
-        world2.run(gradients_with_method, form), world2.run(gradients_with_method, "plain"), strict=True
-    ):
-        assert_equal(got, want)
+    assert_as_uncompiled(world2, gradients_with_method, form)
 
 
 # --- shard_model ----------------------------------------------------------------------------------
@@ -466,12 +461,9 @@ def strategies(form: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", ["block and model", *(pytest.param(form, marks=pytest.mark.slow) for form in ("block", "model"))]
-)
+@pytest.mark.parametrize("form", ["block and model", "block", "model"])
 def test_shard_model_chooses_by_names_and_classes_of_the_model(world2: World, form: str) -> None:
-    for got, want in zip(world2.run(strategies, form), world2.run(strategies, "plain"), strict=True):
-        assert_equal(got, want)
+    assert_as_uncompiled(world2, strategies, form)
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -497,7 +489,7 @@ def graphs_of(form: str) -> tuple[int, int, bool]:
         model = torch.compile(model, **options)
     fully_shard(model)
     run: Any = model
-    if form == "sharded wrappers in a function":
+    if form != "a sharded wrapper":
         run = torch.compile(lambda x: model(x), backend="aot_eager")
     for _ in range(2):
         plain.zero_grad()
@@ -515,12 +507,11 @@ def graphs_of(form: str) -> tuple[int, int, bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "breaks"),
-    [
-        ("sharded wrappers", 0),
-        pytest.param("a sharded wrapper", 0, marks=pytest.mark.slow),
-        pytest.param("sharded wrappers in a function", 1, marks=NEEDS_LEN),
-    ],
+    [("a sharded wrapper", 0), pytest.param("sharded wrappers in a function", 1, marks=NEEDS_LEN)],
 )
 def test_what_torch_compile_returned_may_be_sharded_itself(world2: World, form: str, breaks: int) -> None:
-    """As torch's `fully_shard` allows. Hooks are around the graph, which no other graph goes into."""
+    """As torch's `fully_shard` allows. Hooks are around the graph, which no other graph goes into.
+
+    Wrappers of blocks by themselves: test_compile_blocks.py.
+    """
     assert world2.run(graphs_of, form, timeout=120) == [(1, breaks, True)] * 2

@@ -36,8 +36,8 @@ def words(code: str) -> str:
     return " ".join(found)
 
 
-def generated(options: dict[str, Any]) -> list[str]:
-    model = shard_tower(Tower())
+def generated(options: dict[str, Any], is_hybrid: bool = False) -> list[str]:
+    model = shard_tower(Tower(), mesh=hybrid_mesh() if is_hybrid else None)
     run = compiled(model, "function", "inductor", options=options)
     _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
     return [words(code) for code in codes]
@@ -133,16 +133,9 @@ def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
     assert_same(world2, train, Tower, "function", "inductor", {"mode": "reduce-overhead"}, timeout=400)
 
 
-def generated_for_replicas() -> list[str]:
-    model = shard_tower(Tower(), mesh=hybrid_mesh())
-    run = compiled(model, "function", "inductor", options=shardwise.compile_options())
-    _, codes = run_and_get_code(backward, run, part(random_batch(0, 8, dtype=torch.float32)))
-    return [words(code) for code in codes]
-
-
 @pytest.mark.slow
 def test_sums_over_replicas_run_beside_computation(world4: World) -> None:
-    first, *others = world4.run(generated_for_replicas, timeout=600)
+    first, *others = world4.run(generated, shardwise.compile_options(), is_hybrid=True, timeout=600)
     assert all(other == first for other in others)
     assert_expected_inline(
         "\n".join(textwrap.fill(each, 100) for each in first),

@@ -1,7 +1,7 @@
 """What a graph of a whole model would not do right is refused where it is compiled, and done without a graph.
 
-`REFUSED`: a model each, what is said of it under `fullgraph=True`, and whether eager runs can do it: then
-`torch.compile` without `fullgraph` does it as well, by a break in the graph, with the same gradients.
+`DONE_WITHOUT_A_GRAPH` can be done by eager runs: `torch.compile` without `fullgraph` does it as well, by a break in
+the graph, with the same gradients. `NEVER_DONE` cannot.
 
 Where contexts and setters decide, the test is in test_compile_model.py.
 """
@@ -35,69 +35,17 @@ from shardwise.strategies import register_comm_hook
 # --- models that a graph cannot have ----------------------------------------------------------------
 
 
-def tower() -> nn.Module:
+def tower() -> Any:
     torch.manual_seed(0)
     return Tower()
 
 
-def with_custom_all_gather() -> nn.Module:
-    model = shard_tower(tower())
-    model.blocks[1].set_custom_all_gather(AllGather(returns_work=True))
-    return model
-
-
-def with_custom_reduction() -> nn.Module:
-    model = shard_tower(tower())
-    model.blocks[1].set_custom_reduce_scatter(ReduceScatter(returns_work=True))
-    return model
-
-
-def with_comm_hook() -> nn.Module:
-    model = shard_tower(tower())
-    register_comm_hook(model, None, LowPrecisionReduction())
-    return model
-
-
-def with_quantized_all_gather() -> nn.Module:
-    return shard_tower(tower(), comm_policy=CommPolicy(quantized_all_gather=QuantizedAllGather()))
-
-
-def with_all_reduce_hook() -> nn.Module:
-    model = shard_tower(tower())
-    model.blocks[1].set_all_reduce_hook(lambda gradient: None)
-    return model
-
-
-def with_extension() -> nn.Module:
-    torch.manual_seed(0)
-    return shard_tower(StackOfSubclasses(TravelsLow, 8, True))
-
-
-def with_hook_on_original() -> nn.Module:
-    model = tower()
-    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
-    return shard_tower(model)
-
-
-def with_post_hook_on_original() -> nn.Module:
-    model = tower()
-    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
-    return shard_tower(model)
-
-
-def with_gradients_in_low_precision() -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    return shard_tower(tower(), mp_policy=policy)
+def up(model: Any) -> nn.Linear:
+    return model.blocks[0].up
 
 
 class Own(nn.Parameter):
     """A class of the caller's."""
-
-
-def with_class_of_its_own() -> nn.Module:
-    model = tower()
-    model.blocks[0].up.weight = Own(model.blocks[0].up.weight.detach())
-    return shard_tower(model)
 
 
 class OnMesh(nn.Module):
@@ -119,23 +67,11 @@ def on_the_whole_mesh() -> nn.Module:
     return fully_shard(OnMesh(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
-def partly_loaded() -> nn.Module:
-    model = shard_tower(tower())
-    mark_partly_loaded(model, "the disk was full.")
-    return model
-
-
 def openly_tied() -> nn.Module:
     model = tower()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     for block in model.blocks:
         fully_shard(block)
-    return model
-
-
-def with_added_parameter() -> nn.Module:
-    model = shard_tower(tower())
-    model.blocks[1].scale = nn.Parameter(torch.ones(2))
     return model
 
 
@@ -145,36 +81,58 @@ def on_meta() -> nn.Module:
     return shard_tower(model)
 
 
-def kept_by_pairs() -> nn.Module:
-    return shard_tower(tower(), reshard_after_forward=2)
+LOW = {"param_dtype": torch.bfloat16}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quantized all-gather": {"comm_policy": CommPolicy(quantized_all_gather=QuantizedAllGather())},
+    "gradients in low precision": {"mp_policy": MixedPrecisionPolicy(**LOW, keep_low_precision_grads=True)},
+    "sums in a dtype of their own": {
+        "mp_policy": MixedPrecisionPolicy(**LOW, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32)
+    },
+    "kept by pairs": {"reshard_after_forward": 2},
+}
+BEFORE: dict[str, Callable[[Any], Any]] = {
+    "hook on the original": lambda model: up(model).weight.register_hook(lambda gradient: gradient * 2),
+    "post hook on the original": lambda model: up(model).weight.register_post_accumulate_grad_hook(
+        lambda param: None
+    ),
+    "class of its own": lambda model: setattr(up(model), "weight", Own(up(model).weight.detach())),
+}
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "custom all-gather": lambda model: model.blocks[1].set_custom_all_gather(AllGather(returns_work=True)),
+    "custom reduction": lambda model: model.blocks[1].set_custom_reduce_scatter(
+        ReduceScatter(returns_work=True)
+    ),
+    "comm hook": lambda model: register_comm_hook(model, None, LowPrecisionReduction()),
+    "all-reduce hook": lambda model: model.blocks[1].set_all_reduce_hook(lambda gradient: None),
+    "event of the optimizer": lambda model: model.set_post_optim_event(torch.Event("cpu")),
+    "partly loaded": lambda model: mark_partly_loaded(model, "the disk was full."),
+    "added parameter": lambda model: setattr(model.blocks[1], "scale", nn.Parameter(torch.ones(2))),
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "extension": lambda: shard_tower(StackOfSubclasses(TravelsLow, 8, True)),
+    "on the whole mesh": on_the_whole_mesh,
+    "openly tied": openly_tied,
+    "on meta": on_meta,
+}
 
 
-def with_an_event_of_the_optimizer() -> nn.Module:
-    model = shard_tower(tower())
-    model.set_post_optim_event(torch.Event("cpu"))
+def model_with(what: str) -> Any:
+    """A tower with something in its options, or done to it before or after it is sharded; or another model."""
+    torch.manual_seed(0)
+    if what in OTHERS:
+        return OTHERS[what]()
+    model = tower()
+    BEFORE.get(what, lambda model: None)(model)
+    shard_tower(model, **OPTIONS.get(what, {}))
+    AFTER.get(what, lambda model: None)(model)
     return model
 
 
-def with_sums_in_a_dtype_of_their_own() -> nn.Module:
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32
-    )
-    return shard_tower(tower(), mp_policy=policy)
-
-
+NEVER_DONE = ["partly loaded", "openly tied", "added parameter", "on meta"]
+BY_PAIRS = "kept by pairs"
 DONE_WITHOUT_A_GRAPH = [
-    *(
-        with_custom_all_gather,
-        with_custom_reduction,
-        with_comm_hook,
-        with_quantized_all_gather,
-        with_all_reduce_hook,
-    ),
-    *(with_extension, with_hook_on_original, with_post_hook_on_original, with_gradients_in_low_precision),
-    *(with_class_of_its_own, on_the_whole_mesh, with_sums_in_a_dtype_of_their_own),
-    with_an_event_of_the_optimizer,
+    what for what in (*AFTER, *OPTIONS, *BEFORE, *OTHERS) if what not in (*NEVER_DONE, BY_PAIRS)
 ]
-NEVER_DONE = [partly_loaded, openly_tied, with_added_parameter, on_meta]
 
 # --- what is said ---------------------------------------------------------------------------------
 
@@ -184,9 +142,9 @@ def batch_for(model: nn.Module) -> Tensor:
     return part(random_batch(0, 8, dtype=dtype))
 
 
-def refusal(build: Callable[[], nn.Module]) -> str:
+def refusal(what: str) -> str:
     """What is said under `fullgraph=True`, without its last sentences if those are the common ones."""
-    model = build()
+    model = model_with(what)
     try:
         backward(compiled(model, "function"), batch_for(model))
     except torch._dynamo.exc.Unsupported as error:
@@ -200,12 +158,12 @@ def refusal(build: Callable[[], nn.Module]) -> str:
     return "accepted"
 
 
-def refusals(builds: list[Callable[[], nn.Module]]) -> list[str]:
-    return [f"{build.__name__}: {refusal(build)}" for build in builds]
+def refusals(whats: list[str]) -> list[str]:
+    return [f"{what}: {refusal(what)}" for what in whats]
 
 
-def told(world: World, builds: list[Callable[[], nn.Module]]) -> str:
-    first, *others = world.run(refusals, builds, timeout=120)
+def told(world: World, whats: list[str]) -> str:
+    first, *others = world.run(refusals, whats, timeout=120)
     assert all(other == first for other in others)
     return "\n\n".join(textwrap.fill(each, 100) for each in first)
 
@@ -215,51 +173,48 @@ def test_what_only_eager_runs_do_is_refused_in_graphs(world2: World) -> None:
     assert_expected_inline(
         told(world2, DONE_WITHOUT_A_GRAPH),
         """\
-with_custom_all_gather: blocks.1: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
-
-with_custom_reduction: blocks.1: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
-
-with_comm_hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+custom all-gather: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
 set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_quantized_all_gather: Tower: it was given collectives or memory of its own
-(set_custom_all_gather, set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an
-allocator).
+custom reduction: blocks.1: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_all_reduce_hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
+comm hook: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_extension: blocks.0: its parameters say themselves what is all-gathered of them.
+all-reduce hook: blocks.1: set_all_reduce_hook() or set_reduce_ignored_params() was called.
 
-with_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
-fully_shard.
+event of the optimizer: Tower: all-gathers wait for the event of set_post_optim_event().
 
-with_post_hook_on_original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
-fully_shard.
+quantized all-gather: Tower: it was given collectives or memory of its own (set_custom_all_gather,
+set_custom_reduce_scatter, register_comm_hook, quantized_all_gather, or an allocator).
 
-with_gradients_in_low_precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
+gradients in low precision: Tower: gradients of inlet.weight are kept in torch.bfloat16
 (keep_low_precision_grads).
 
-with_class_of_its_own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
-
-on_the_whole_mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
-summed twice.
-
-with_sums_in_a_dtype_of_their_own: Tower: gradients of inlet.weight are to add up in torch.float32
+sums in a dtype of their own: Tower: gradients of inlet.weight are to add up in torch.float32
 (accumulate_dtype).
 
-with_an_event_of_the_optimizer: Tower: all-gathers wait for the event of set_post_optim_event().""",
+hook on the original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
+
+post hook on the original: blocks.0: blocks.0.up.weight had hooks for its full gradient before
+fully_shard.
+
+class of its own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
+
+extension: blocks.0: its parameters say themselves what is all-gathered of them.
+
+on the whole mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
+summed twice.""",
     )
 
 
 @pytest.mark.slow
 def test_parts_that_a_few_ranks_keep_are_refused_in_graphs(world4: World) -> None:
     assert_expected_inline(
-        told(world4, [kept_by_pairs]),
-        """kept_by_pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
+        told(world4, [BY_PAIRS]),
+        """kept by pairs: Tower: reshard_after_forward=2 keeps parameters among a few ranks.""",
     )
 
 
@@ -268,19 +223,19 @@ def test_what_no_run_does_is_refused_in_graphs_with_the_words_of_eager_runs(worl
     assert_expected_inline(
         told(world2, NEVER_DONE),
         """\
-partly_loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
+partly loaded: Tower: the model is only partly loaded, because an earlier load failed (the disk was
 full). Load a complete checkpoint before the next forward.
 
-openly_tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
+openly tied: up.weight is tied to a parameter that was sharded in another fully_shard call, and no
 sharded module contains both, to own the parameter. Call fully_shard on the module around both,
 after these two, or shard both in one call, as a list.
 
-with_added_parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1').
-No group reduces the gradients, so they would stay this rank's own and the ranks would drift apart.
-Add parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
+added parameter: blocks.1.scale: this parameter was added after fully_shard (group 'blocks.1'). No
+group reduces the gradients, so they would stay this rank's own and the ranks would drift apart. Add
+parameters before fully_shard, call fully_shard on the new module, or freeze what is not to be
 trained.
 
-on_meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
+on meta: Cannot run forward: 4 parameters are still on the meta device: inlet.weight, inlet.bias,
 outlet.weight, outlet.bias. Nothing has given them values. Call shardwise.materialize(model), or
 load a checkpoint, first.""",
     )
@@ -289,13 +244,13 @@ load a checkpoint, first.""",
 # --- what is done instead -------------------------------------------------------------------------
 
 
-def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
+def unlike_eager(what: str) -> tuple[list[str], list[str]]:
     """Of two models that begin alike, one compiled with graph breaks: gradients that differ, and names of
     attributes that a refused graph has left behind."""
     gradients: list[dict[str, Tensor]] = []
     left: list[str] = []
     for is_compiled in (False, True):
-        model = build()
+        model = model_with(what)
         run = compiled(model, "function", fullgraph=False) if is_compiled else model
         for _ in range(2):
             backward(run, batch_for(model))
@@ -306,16 +261,14 @@ def unlike_eager(build: Callable[[], nn.Module]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", DONE_WITHOUT_A_GRAPH, ids=lambda build: build.__name__)
-def test_what_a_graph_cannot_have_is_done_between_graphs(
-    world2: World, build: Callable[[], nn.Module]
-) -> None:
-    assert world2.run(unlike_eager, build, timeout=120) == [([], [])] * 2
+@pytest.mark.parametrize("what", DONE_WITHOUT_A_GRAPH)
+def test_what_a_graph_cannot_have_is_done_between_graphs(world2: World, what: str) -> None:
+    assert world2.run(unlike_eager, what, timeout=120) == [([], [])] * 2
 
 
 def left_by_refusal() -> list[str]:
     """Wrong gradients of an eager run and of one of compiled blocks, after a graph was refused."""
-    model, expected = with_custom_all_gather(), with_custom_all_gather()
+    model, expected = model_with("custom all-gather"), model_with("custom all-gather")
     inputs = batch_for(model)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model, "function")(inputs)
@@ -396,9 +349,7 @@ def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "turns", ["ge", *(pytest.param(turns, marks=pytest.mark.slow) for turns in ("eg", "gege", "egg"))]
-)
+@pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
 def test_gradients_of_graphs_and_of_eager_runs_add_up(world2: World, turns: str) -> None:
     for wrong, error in world2.run(accumulated_by_turns, turns, timeout=120):
         assert wrong == []

@@ -7,22 +7,22 @@ hand; there every rank works on the whole batch, so that the mean over ranks is 
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from custom_comms import Comms
-from dynamo import forget_graphs, quiet_dynamo
+from dynamo import quiet_dynamo
 from failure_models import Tied, block
 from harness import World
 from models import WIDTH, Block, built, even_tower, odd_model, random_batch, shard_tower, uneven_tower
 from reference import LocalAdamW, adamw, full, mean_of_squares
-from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
+from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,11 +31,7 @@ from torch.distributed.tensor import distribute_tensor
 import shardwise
 from shardwise import FSDPModule
 
-both_worlds = pytest.mark.parametrize("world", [2, 3], indirect=True)
-
 # --- classes and wrappers -------------------------------------------------------------------------
-
-T = TypeVar("T")
 
 
 class Layer(ABC):
@@ -50,10 +46,6 @@ class AbstractFirst(Layer, Block):
     @property
     def width(self) -> int:
         return WIDTH
-
-
-class GenericFirst(Generic[T], Block):
-    """A typed block."""
 
 
 class SlottedMixin:
@@ -91,10 +83,6 @@ def abstract_first() -> nn.Module:
     return AbstractFirst(WIDTH, 13)
 
 
-def generic_first() -> nn.Module:
-    return GenericFirst[int](WIDTH, 13)
-
-
 def slotted_first() -> nn.Module:
     return SlottedFirst(WIDTH, 13)
 
@@ -128,19 +116,6 @@ def scripted_names() -> nn.Module:
     return made
 
 
-BLOCKS = [
-    abstract_first,
-    generic_first,
-    slotted_first,
-    forbids_attributes,
-    wrapped_for_checkpointing,
-    compiled_inside_a_checkpoint,
-    compiled_checkpoint,
-    compiled_by_method,
-    scripted_names,
-]
-
-
 class Model(nn.Module):
     """Blocks of whatever kind between two layers."""
 
@@ -164,9 +139,21 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(195)
-@pytest.mark.parametrize("order", ["outside", "as a list", "inside"])
-@pytest.mark.parametrize("make", BLOCKS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "order"),
+    [
+        (abstract_first, "outside"),
+        (slotted_first, "as a list"),
+        (forbids_attributes, "outside"),
+        (wrapped_for_checkpointing, "inside"),
+        (compiled_inside_a_checkpoint, "outside"),
+        (compiled_checkpoint, "as a list"),
+        (compiled_checkpoint, "inside"),
+        (compiled_by_method, "outside"),
+        (scripted_names, "as a list"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_blocks_of_any_make_are_sharded_and_trained(
     side: Side, make: Callable[[], nn.Module], order: str
 ) -> None:
@@ -188,25 +175,6 @@ def test_blocks_of_any_make_are_sharded_and_trained(
             side.step(model, optimizer, step)
             model.load_state_dict(model.state_dict())
         side.note_parameters(model)
-
-
-@same_as_plain(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["block.compile", "wrapped block", "model.compile", "wrapped model"])
-def test_what_is_sharded_may_be_compiled(side: Side, how: str) -> None:
-    with warnings.catch_warnings():
-        forget_graphs()
-        model = side.shard_tower(built(even_tower))
-        if how == "block.compile":
-            for each in model.blocks:
-                each.compile(backend="eager")
-        elif how == "wrapped block":
-            model.blocks = nn.ModuleList(torch.compile(each, backend="eager") for each in model.blocks)
-        elif how == "model.compile":
-            model.compile(backend="eager")
-        run = torch.compile(model, backend="eager") if how == "wrapped model" else model
-        optimizer = adamw(model)
-        side.steps(model, optimizer, range(2), lambda _, inputs: mean_of_squares(run, inputs))
 
 
 # --- policies and meshes --------------------------------------------------------------------------
@@ -250,16 +218,25 @@ def low_precision_by_hand(model: nn.Module, inputs: Tensor) -> Tensor:
     return torch.func.functional_call(model, low, (inputs.to(torch.bfloat16),))
 
 
-@same_as_plain(1, 2, atol=0.0)
-@pytest.mark.thin(88)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("policy", POLICIES)
+@same_as_plain(atol=0.0)
+@pytest.mark.parametrize(
+    ("world", "policy", "mesh"),
+    [
+        (1, "torch's", "replicas of one"),
+        (2, "ours", "none"),
+        (2, "torch's", "line"),
+        (2, "like one", "alone"),
+        (2, "ours", "replicas of one"),
+        (2, "like one", "one replica"),
+    ],
+    indirect=["world"],
+)
 def test_policies_are_read_by_their_fields_on_meshes_of_any_size(side: Side, policy: str, mesh: str) -> None:
     model = built(uneven_tower).float()
     options = {"mesh": MESHES[mesh](), "mp_policy": POLICIES[policy]()} if side.is_sharded else {}
     side.shard_tower(model, **options)
     optimizer = adamw(model)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         inputs = random_batch(step, BATCH_SIZE, 7, torch.float32)  # the whole batch, on every rank
         output = model(inputs) if side.is_sharded else low_precision_by_hand(model, inputs)
@@ -272,25 +249,6 @@ def test_policies_are_read_by_their_fields_on_meshes_of_any_size(side: Side, pol
         optimizer.step()
     for name, param in model.named_parameters():
         side.note(name, full(param))
-
-
-NOTHING: dict[str, Callable[[], dict[str, Any]]] = {
-    "none": lambda: {"mp_policy": None, "offload_policy": None, "ignored_params": None, "mesh": None},
-    "torch's": lambda: {"mp_policy": peer.MixedPrecisionPolicy(), "offload_policy": peer.OffloadPolicy()},
-    "torch's offload": lambda: {"offload_policy": peer.CPUOffloadPolicy()},
-    "torch's offload, not pinned": lambda: {"offload_policy": peer.CPUOffloadPolicy(pin_memory=False)},
-    "our offload": lambda: {"offload_policy": shardwise.CPUOffloadPolicy()},
-    "frozen set": lambda: {"ignored_params": frozenset()},
-}
-
-
-@same_as_plain(1, 2)
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("what", NOTHING)
-def test_policies_of_torch_and_none_are_taken(side: Side, what: str) -> None:
-    model = built(Tied)
-    side.shard_tower(model, **NOTHING[what]())
-    side.steps(model, adamw(model), range(2))
 
 
 # --- values that come later -----------------------------------------------------------------------
@@ -374,15 +332,16 @@ def give_values(model: Any, how: str, is_sharded: bool) -> None:
     model.load_state_dict(state, assign=is_sharded and how == "assign")
 
 
-@same_as_plain(1, 2, 3)
-@pytest.mark.thin(14)
-@pytest.mark.parametrize("how", ["reset_parameters", "load", "assign"])
+@same_as_plain()
+@pytest.mark.parametrize(
+    ("world", "how"), [(1, "load"), (2, "reset_parameters"), (3, "assign")], indirect=["world"]
+)
 def test_a_model_of_the_meta_device_gets_its_values_after_sharding(side: Side, how: str) -> None:
     model = late_model(side)
     give_values(model, how, side.is_sharded)
     side.note("scale", model.blocks[1].scale)
     assert model.tied.weight is model.inlet.weight
-    side.steps(model, adamw(model), range(3))
+    side.steps(model, adamw(model), range(2))
     give_values(model, "load" if how == "assign" else how, side.is_sharded)  # and once more, when in use
     side.note_rows("output", model(side.inputs(5)).detach())
 
@@ -401,26 +360,24 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@same_as_plain(2, 3, atol=1e-6)  # a last bit may round to another float32
-@pytest.mark.thin(43)
-@pytest.mark.parametrize("how", MOVES)
-def test_moving_a_model_keeps_its_parameters_in_the_optimizer(side: Side, how: str) -> None:
+@same_as_plain(2, atol=1e-6)  # a last bit may round to another float32
+def test_moving_a_model_keeps_its_parameters_in_the_optimizer(side: Side) -> None:
     """Whatever moves the model, the optimizer that was made before goes on training it."""
     model = built(uneven_tower)
     side.shard_tower(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     before = list(model.parameters())
-    for step in range(3):
+    for step, (how, move) in enumerate(MOVES.items()):
         optimizer.zero_grad()
         for microbatch in range(2):
             side.sync(model, microbatch == 1)
             mean_of_squares(model, side.inputs(2 * step + microbatch, 7)).backward()
             if how != "there and back":  # would round the gradients
-                MOVES[how](model)
+                move(model)
         optimizer.step()
-        assert MOVES[how](model) is model
+        assert move(model) is model
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
-    side.note_rows("output", model(side.inputs(9, 7)).detach())
+        side.note_rows(f"output after {how}", model(side.inputs(9, 7)).detach())
     side.note_parameters(model)
 
 
@@ -434,15 +391,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def width_of(make: str) -> int:
-    return 7 if make == "uneven" else 8
-
-
-def copy_and_train_both(side: Side, make: str, when: str, options: dict[str, Any]) -> None:
-    """The copy trains as the original does; neither feels the other."""
-    model = side.shard_tower(built(MODELS[make]), **options)
+@same_as_plain()
+@pytest.mark.parametrize(
+    ("world", "make", "when", "reshard"),
+    [
+        (1, "odd", "before use", None),
+        (2, "even", "after a step", False),
+        (2, "tied", "with gradients", None),
+        (3, "uneven", "after an evaluation", True),
+    ],
+    indirect=["world"],
+)
+def test_a_copy_trains_as_the_original_is_sharded_alike_and_shares_nothing(
+    side: Side, make: str, when: str, reshard: bool | None
+) -> None:
+    """Neither feels the other."""
+    model = side.shard_tower(built(MODELS[make]), reshard_after_forward=reshard)
     optimizer = adamw(model)
-    width = width_of(make)
+    width = 7 if make == "uneven" else 8
 
     def train(each: nn.Module, its: torch.optim.Optimizer, steps: Any) -> None:
         for step in steps:
@@ -497,23 +463,6 @@ def storages(model: nn.Module) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in locals_ if t.untyped_storage().nbytes()}
 
 
-WHEN = ["before use", "after a step", "after an evaluation", "with gradients"]
-
-
-@pytest.mark.thin(67)
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_a_copy_trains_as_the_original_and_shares_nothing(world: World, make: str, when: str) -> None:
-    assert_same(world, copy_and_train_both, make, when, {})
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_copy_keeps_how_it_was_sharded(world2: World, reshard: bool) -> None:
-    options = {"reshard_after_forward": reshard}
-    assert_same(world2, copy_and_train_both, "uneven", "after an evaluation", options)
-
-
 def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
     mean_of_squares(model, side.inputs(step, 7)).backward()
@@ -521,13 +470,13 @@ def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, st
     optimizer.step()
 
 
-@same_as_plain(2, 3)
+@same_as_plain(2)
 def test_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
     """An EMA copy: never trained, always evaluated."""
     model = side.shard_tower(built(uneven_tower))
     average = copy.deepcopy(model).requires_grad_(False).eval()
     optimizer = adamw(model)
-    for step in range(3):
+    for step in range(2):
         side_step(side, model, optimizer, step)
         with torch.no_grad():
             for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
@@ -543,7 +492,7 @@ def test_torchs_own_average_of_the_weights_works(side: Side) -> None:
     model = side.shard_tower(built(uneven_tower))
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = adamw(model)
-    for step in range(3):
+    for step in range(2):
         side_step(side, model, optimizer, step)
         average.update_parameters(model)
     with torch.no_grad():
@@ -607,15 +556,6 @@ def test_settings_are_copied_and_then_independent(world2: World) -> None:
 # --- containers -----------------------------------------------------------------------------------
 
 
-def flat_sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), block(), nn.Tanh(), block(), nn.Linear(8, 1))
-
-
-def named_sequential() -> nn.Module:
-    parts = {"inlet": nn.Linear(8, 8), "first": block(), "second": block(), "outlet": nn.Linear(8, 1)}
-    return nn.Sequential(OrderedDict(parts))
-
-
 def nested_sequential() -> nn.Module:
     return nn.Sequential(nn.Sequential(block(), block()), nn.Sequential(block(), nn.Linear(8, 1)))
 
@@ -624,22 +564,6 @@ def shared_sequential() -> nn.Module:
     """One block in two places."""
     shared = block()
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(8, 1))
-
-
-@same_as_plain(2)
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("make", [flat_sequential, named_sequential, nested_sequential, shared_sequential])
-def test_containers_stay_containers(side: Side, make: Any, as_list: bool) -> None:
-    model = built(make)
-    inner = list(dict.fromkeys(each for each in model if any(True for _ in each.parameters())))
-    side.shard(inner if as_list else inner[0], *([] if as_list else inner[1:]), model)
-    side.note("length", len(model))
-    side.step(model, adamw(model), 0)
-    side.note_rows("a slice", model[1:](model[:1](side.inputs(1))).detach())
-    side.note("kinds", [isinstance(model, nn.Sequential), isinstance(model[1:], nn.Sequential)])
-    side.steps(model, adamw(model), [1, 2])
-    side.note("keys", list(model.state_dict()))
 
 
 class Routed(nn.Module):
@@ -661,14 +585,22 @@ class Routed(nn.Module):
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("depth", ["blocks", "lists"])
-def test_blocks_in_lists_and_dicts_are_sharded(side: Side, depth: str) -> None:
+@pytest.mark.parametrize("make", [nested_sequential, shared_sequential])
+def test_sequentials_stay_sequentials(side: Side, make: Any) -> None:
+    model = built(make)
+    side.shard(*dict.fromkeys(each for each in model if any(True for _ in each.parameters())), model)
+    side.note("length", len(model))
+    side.step(model, adamw(model), 0)
+    side.note_rows("a slice", model[1:](model[:1](side.inputs(1))).detach())
+    side.note("kinds", [isinstance(model, nn.Sequential), isinstance(model[1:], nn.Sequential)])
+    side.note("keys", list(model.state_dict()))
+
+
+@same_as_plain(2)
+def test_blocks_in_lists_and_dicts_are_sharded_one_by_one_or_as_lists(side: Side) -> None:
     model = built(Routed)
-    inner = [*model.stages.values(), *(each for layer in model.layers for each in layer)]
-    if depth == "lists":
-        inner = [list(model.stages.values()), list(model.layers[0]), model.layers[1][0]]
-    side.shard(*inner, model)
-    side.steps(model, adamw(model), range(3))
+    side.shard(list(model.stages.values()), *model.layers[0], model.layers[1][0], model)
+    side.steps(model, adamw(model), range(2))
 
 
 # --- pipelines ------------------------------------------------------------------------------------
@@ -717,19 +649,19 @@ def set_for_backward(stage: Any, setting: str, is_last: bool) -> None:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(70)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("setting", ["sync", "sync keep", "sync keep share", "nothing"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "setting", "reshard"),
+    [
+        ("all forwards first", "sync keep", False),
+        ("one forward, one backward", "sync keep share", False),
+        ("interleaved", "sync", None),
+        ("backwards reversed", "nothing", None),
+    ],
+)
 def test_pipelines_of_microbatches_reduce_once_at_the_end(
     side: Side, schedule: str, setting: str, reshard: bool | None
 ) -> None:
-    first, second = built(even_tower), built(even_tower)
-    first.outlet = nn.Linear(8, 8).double()
-    with torch.no_grad():
-        for param in first.outlet.parameters():
-            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
-    stages = [first, second]
+    stages = [cut(built(even_tower)), built(even_tower)]
     for stage in stages:
         side.shard_tower(stage, reshard_after_forward=reshard)
     if side.is_sharded and "share" in setting:
@@ -753,56 +685,6 @@ def test_pipelines_of_microbatches_reduce_once_at_the_end(
         side.note_parameters(stage)
 
 
-def stages_on_ranks() -> tuple[dict[str, Tensor], list[float]]:
-    """A real pipeline of two ranks; each stage is sharded over the line of the other dimension."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    stage, lane = mesh.get_local_rank("stage"), mesh.get_local_rank("shard")
-    group = mesh.get_group("stage")
-    other = dist.get_process_group_ranks(group)[1 - stage]
-    model = built(even_tower) if stage else cut(built(even_tower))
-    shard_tower(model, mesh=mesh["shard"])
-    losses: list[float] = []
-    kept: list[tuple[Any, Tensor]] = []
-    sent: list[Any] = []
-
-    def backward(index: int) -> None:
-        is_last = index == 3
-        model.set_requires_gradient_sync(is_last)
-        model.set_is_last_backward(is_last)
-        received, output = kept.pop(0)
-        if stage:
-            loss = output.pow(2).mean() / 4
-            losses.append(loss.item())
-            loss.backward()
-            sent.append(dist.isend(received.grad, other, group=group))
-        else:
-            gradient = torch.empty(4, 8, dtype=torch.float64)
-            dist.recv(gradient, other, group=group)
-            output.backward(gradient)
-
-    done = 0
-    for index in range(4):
-        if stage:
-            x = torch.empty(4, 8, dtype=torch.float64)
-            dist.recv(x, other, group=group)
-            x.requires_grad_()
-        else:
-            x = random_batch(index, 8).chunk(2)[lane]
-        output = model(x)
-        kept.append((x, output))
-        if not stage:
-            sent.append(dist.isend(output.detach(), other, group=group))
-        if stage or index >= 1:
-            backward(done)
-            done += 1
-    while done < 4:
-        backward(done)
-        done += 1
-    for work in sent:
-        work.wait()
-    return {f"{stage}.{name}": full(param.grad) for name, param in model.named_parameters()}, losses  # type: ignore
-
-
 def cut(model: Any) -> Any:
     """The first half: what leaves it is as wide as what the second half takes."""
     model.outlet = nn.Linear(8, 8).double()
@@ -810,17 +692,6 @@ def cut(model: Any) -> Any:
         for param in model.outlet.parameters():
             param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
     return model
-
-
-def test_a_pipeline_over_ranks_trains_as_the_whole_model(world4: World) -> None:
-    first, second = cut(built(even_tower)), built(even_tower)
-    for index in range(4):
-        (second(first(random_batch(index, 8))).pow(2).mean() / 4).backward()
-    expected = {f"{i}.{n}": p.grad for i, m in enumerate((first, second)) for n, p in m.named_parameters()}
-    for gradients, _ in world4.run(stages_on_ranks):
-        assert gradients
-        for name, value in gradients.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=name)
 
 
 def stays_a_module_of_ours() -> list[bool]:

@@ -20,7 +20,6 @@ from meshed import (
     layout_inputs,
     parameters_of,
     part,
-    refusal,
     tensors_of,
     train_on,
     whole,
@@ -49,14 +48,13 @@ from reference import (
     plain_run,
     shard,
 )
-from thinning import pairs
+from scenario import Side
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import fully_shard
 
 LINES = {size: Layout((size,), ("shard",), ("shard",)) for size in (1, 2, 3, 4)}
 LINE = LINES[4]
@@ -87,7 +85,6 @@ UNEVEN = Recipe(uneven_tower, uneven_batch, steps=2)
 ODD = Recipe(odd_model, random_batch, steps=2)
 TEXT = Recipe(language_model, token_batch, loss=next_token_loss, steps=2)
 CONVOLUTIONS = Recipe(Convolutions, random_batch, steps=2)
-RECIPES = {"even": EVEN, "uneven": UNEVEN, "odd": ODD, "text": TEXT, "convolutions": CONVOLUTIONS}
 
 
 def second(param: nn.Parameter) -> Shard | None:
@@ -110,45 +107,36 @@ def smallest(param: nn.Parameter) -> Shard | None:
     return Shard(min(range(param.ndim), key=lambda dim: param.shape[dim])) if param.ndim else None
 
 
-def default(param: nn.Parameter) -> None:
-    return None
-
-
-FUNCTIONS = {f.__name__: f for f in (second, last, before_last, largest, smallest, default)}
-
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
-def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, options: dict[str, Any]) -> Any:
-    options = {"mesh": layout.mesh(), "shard_placement_fn": place, **options}
-    return train_on(layout, shard(recipe.model(), recipe.but(options=options)), recipe)
+def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None) -> Any:
+    options = {"mesh": layout.mesh(), "shard_placement_fn": place, "reshard_after_forward": reshard}
+    model = shard(recipe.model(), recipe.but(options=options))
+    record = train_on(layout, model, recipe)
+    Side(is_sharded=True).assert_settled(model)
+    return record
 
 
-@pairs(("place", "recipe"), FUNCTIONS, RECIPES, every=5)
-def test_parameters_may_be_sharded_on_any_dimension(
-    world4: World, place: PlacementFn, recipe: Recipe
+@pytest.mark.parametrize(
+    ("world", "layout", "recipe", "place", "reshard"),
+    [
+        pytest.param(1, LINES[1], UNEVEN, last, True, id="1, uneven, last"),
+        pytest.param(2, LINES[2], EVEN, smallest, True, id="2, even, smallest"),
+        pytest.param(2, LINES[2], CONVOLUTIONS, second, False, id="2, convolutions, second"),
+        pytest.param(3, LINES[3], ODD, largest, None, id="3, odd, largest"),
+        pytest.param(3, LINES[3], TEXT, before_last, None, id="3, text, before last"),
+        pytest.param(4, LINE, UNEVEN, last, None, id="4, uneven, last"),
+        pytest.param(4, LINE, ODD, last, False, id="4, odd, last"),
+        pytest.param(4, SQUARE, CONVOLUTIONS, second, None, id="hybrid, convolutions, second"),
+    ],
+    indirect=["world"],
+)
+def test_any_number_of_ranks_and_hybrids_may_shard_parameters_on_any_dimension(
+    world: World, layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None
 ) -> None:
     expected = plain_run(recipe)
-    for record in world4.run(placed_run, LINE, recipe, place, {}):
-        assert_same_record(record, expected)
-
-
-@pytest.mark.thin(23)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("recipe", [UNEVEN, CONVOLUTIONS], ids=["uneven", "convolutions"])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_any_number_of_ranks_may_share_a_dimension(world: World, recipe: Recipe, reshard: bool) -> None:
-    expected = plain_run(recipe)
-    options = {"reshard_after_forward": reshard}
-    for record in world.run(placed_run, LINES[world.size], recipe, last, options):
-        assert_same_record(record, expected)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
-def test_hybrid_sharding_follows_the_placement_too(world4: World, recipe: Recipe) -> None:
-    expected = plain_run(recipe)
-    for record in world4.run(placed_run, SQUARE, recipe, second, {}):
+    for record in world.run(placed_run, layout, recipe, place, reshard):
         assert_same_record(record, expected)
 
 
@@ -165,17 +153,19 @@ def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thin(10)
-@pytest.mark.parametrize("recipe", [EVEN, UNEVEN, CONVOLUTIONS], ids=["even", "uneven", "convolutions"])
-@pytest.mark.parametrize("place", [second, last, largest, default])
+@pytest.mark.parametrize(
+    ("place", "recipe"),
+    [(last, UNEVEN), (second, CONVOLUTIONS), (largest, EVEN)],
+    ids=["uneven", "convolutions", "even"],
+)
 def test_each_rank_holds_its_chunk_of_the_dimension(
-    world4: World, place: PlacementFn, recipe: Recipe
+    world3: World, place: PlacementFn, recipe: Recipe
 ) -> None:
     """As torch.chunk cuts: ceil(size / ranks) each, the last ranks perhaps with fewer or none."""
-    ranks = world4.run(shown, LINE, recipe, place)
+    ranks = world3.run(shown, LINES[3], recipe, place)
     for name, value in recipe.model().named_parameters():
         dim = (place(value) or Shard(0)).dim % value.ndim
-        chunks = list(value.detach().chunk(4, dim))
+        chunks = list(value.detach().chunk(3, dim))
         for rank, found in enumerate(ranks):
             placements, local, gradient = found[name]
             assert placements == (Shard(dim),), f"{name}: {placements}"
@@ -184,19 +174,6 @@ def test_each_rank_holds_its_chunk_of_the_dimension(
                 assert torch.equal(local, chunks[rank]), f"{name} on rank {rank}"
             else:
                 assert local.numel() == 0, f"{name} on rank {rank}"
-
-
-def other_answer(answer: Any) -> str:
-    model = EVEN.model()
-    message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), shard_placement_fn=lambda param: answer))
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-    return message
-
-
-@pytest.mark.parametrize("answer", [Shard(2), Shard(-3), Replicate(), 1, "0"], ids=str)
-def test_a_placement_that_cannot_be_is_refused_and_nothing_changes(world4: World, answer: Any) -> None:
-    for message in world4.run(other_answer, answer):
-        assert message.startswith(("ValueError", "TypeError", "AssertionError")), message
 
 
 # --- on which mesh --------------------------------------------------------------------------------
@@ -350,24 +327,19 @@ def steps_of_experts(
 
 
 MIXTURES = {
-    "usual": Experts(),
     "uneven": Experts(hidden=13),
     "from_torch": Experts(result="torchs"),
     "hybrid": Experts(hybrid=True),
     "columns": Experts(column=True, hidden=13),
-    "frozen_experts": Experts(frozen="experts"),
-    "frozen_router": Experts(frozen="norm"),
     "frozen_half_of_an_expert": Experts(frozen="experts.0.up"),
-    "checkpointed": Experts(checkpointed=True),
     "checkpointed_frozen": Experts(checkpointed=True, frozen="inlet", hidden=13),
     "microbatches": Experts(microbatches=3, hidden=13),
     "kept": Experts(options={"reshard_after_forward": False}),
-    "resharded": Experts(options={"reshard_after_forward": True}, hidden=13),
     "hybrid_frozen_microbatches": Experts(hybrid=True, frozen="up", microbatches=2),
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
 def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
     expected = plain_experts(experts)
@@ -386,9 +358,9 @@ def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
     return train_on(layout, model, recipe)
 
 
-@pytest.mark.thin(188)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "recipe"), [(2, ODD), (2, UNEVEN), (4, TEXT)], ids=["odd", "uneven", "text"]
+)
 def test_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
     expected = plain_run(recipe)
     for record in world4.run(line_run, recipe, {"reshard_after_forward": ranks}):
@@ -421,28 +393,11 @@ def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) 
     return {**notes, **tensors_of(model)}
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("place", [None, second], ids=["rows", "columns"])
-@pytest.mark.parametrize("recipe", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_between_forward_and_backward_the_shards_are_shown_and_right(
-    world4: World, recipe: Recipe, place: PlacementFn | None
+    world4: World, place: PlacementFn | None
 ) -> None:
-    assert_all_same(world4.run(resharded, LINE, recipe, place), resharded(None, recipe, None))
-
-
-def world_to_reshard_to(ranks: int) -> str:
-    model = EVEN.model()
-    message = refusal(lambda: fully_shard(model, mesh=LINE.mesh(), reshard_after_forward=ranks))
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-    return message
-
-
-@pytest.mark.parametrize("ranks", [3, 8, 0, -2])
-def test_only_a_divisor_of_the_world_can_be_resharded_to(world4: World, ranks: int) -> None:
-    for message in world4.run(world_to_reshard_to, ranks):
-        assert message.startswith("ValueError"), message
-        assert "reshard_after_forward" in message
-        assert str(ranks) in message
+    assert_all_same(world4.run(resharded, LINE, UNEVEN, place), resharded(None, UNEVEN, None))
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -472,7 +427,7 @@ class Checkpointed(nn.Module):
 class Feature:
     """One choice of where shards lie."""
 
-    layout: Layout = LINE
+    layout: Layout = LINES[2]
     place: PlacementFn | None = None
     reshard: int | bool | None = None
     offloads: bool = False
@@ -487,22 +442,6 @@ class Feature:
         return found
 
 
-FEATURES = {
-    "rows": Feature(),
-    "columns": Feature(place=second),
-    "hybrid": Feature(SQUARE),
-    "smaller_world": Feature(reshard=2),
-    "offload": Feature(offloads=True),
-    "pinned_offload": Feature(offloads=True, pins=True),  # there is nothing to pin for on a host
-    "hybrid_offload": Feature(SQUARE, offloads=True),
-    "hybrid_columns": Feature(SQUARE, place=last),
-    "smaller_world_columns": Feature(reshard=2, place=last),
-    "smaller_world_offload": Feature(reshard=2, offloads=True),
-    "offload_columns_kept": Feature(place=second, offloads=True, reshard=False),
-    "hybrid_offload_columns": Feature(SQUARE, place=largest, offloads=True, reshard=True),
-}
-
-
 @dataclass(frozen=True)
 class Habit:
     """What a training loop does beside."""
@@ -512,17 +451,6 @@ class Habit:
     microbatches: int = 1
     clip: bool = False
     frozen: tuple[str, ...] = ()
-
-
-HABITS = {
-    "plain": Habit(),
-    "even": Habit(hidden=16),
-    "checkpointing": Habit(reentrant=False),
-    "reentrant_checkpointing": Habit(reentrant=True),
-    "accumulation_and_clipping": Habit(microbatches=3, clip=True),
-    "frozen": Habit(frozen=("blocks.1", "blocks.0.up", "inlet.bias")),
-    "everything": Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.2.norm",)),
-}
 
 
 def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
@@ -548,48 +476,54 @@ def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
     return {**notes, **parameters_of(model)}
 
 
-@pairs(("feature", "habit"), FEATURES, HABITS, every=6)
-def test_every_placement_goes_with_every_habit(world4: World, feature: Feature, habit: Habit) -> None:
-    assert_as_plain(world4, habitual, feature, habit)
+CHECKPOINTS, CHECKPOINTS_REENTRANTLY = Habit(reentrant=False), Habit(reentrant=True)
+ACCUMULATES_AND_CLIPS = Habit(microbatches=3, clip=True)
+FREEZES = Habit(frozen=("blocks.1", "blocks.0.up", "inlet.bias"))
+DOES_ALL = Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.2.norm",))
+
+PAIRS: dict[str, tuple[Feature, Habit]] = {
+    "columns, accumulation and clipping": (Feature(place=second), ACCUMULATES_AND_CLIPS),
+    "columns, checkpointing": (Feature(place=second), CHECKPOINTS),
+    "pinned offload, frozen": (Feature(offloads=True, pins=True), FREEZES),  # nothing to pin for on a host
+    "offload of kept columns, everything": (Feature(place=second, offloads=True, reshard=False), DOES_ALL),
+    "hybrid, reentrant checkpointing": (Feature(SQUARE), CHECKPOINTS_REENTRANTLY),
+    "hybrid columns, accumulation and clipping": (Feature(SQUARE, place=last), ACCUMULATES_AND_CLIPS),
+    "hybrid offload of columns, checkpointing": (
+        Feature(SQUARE, place=largest, offloads=True, reshard=True),
+        CHECKPOINTS,
+    ),
+    "smaller world, frozen": (Feature(LINE, reshard=2), FREEZES),
+    "smaller world of columns, reentrant checkpointing": (
+        Feature(LINE, reshard=2, place=last),
+        CHECKPOINTS_REENTRANTLY,
+    ),
+    "smaller world, offload, everything": (Feature(LINE, reshard=2, offloads=True), DOES_ALL),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "feature", "habit"),
+    [pytest.param(feature.layout.size, feature, habit, id=name) for name, (feature, habit) in PAIRS.items()],
+    indirect=["world"],
+)
+def test_placements_go_with_habits(world: World, feature: Feature, habit: Habit) -> None:
+    assert_as_plain(world, habitual, feature, habit)
 
 
 # --- offloading -----------------------------------------------------------------------------------
-
-
-def devices(feature: Feature) -> set[str]:
-    """Of everything that lives on between steps."""
-    model = shard(EVEN.model(), EVEN.but(options=feature.options()))
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        mean_of_squares(model, layout_inputs(feature.layout, step)).backward()
-        optimizer.step()
-    tensors: list[Tensor] = [
-        *model.parameters(),
-        *(param.grad for param in model.parameters() if param.grad is not None),
-        *(value for state in optimizer.state.values() for value in state.values()),
-        *model.state_dict().values(),
-    ]
-    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-    return {str(tensor.device) for tensor in tensors}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["offload", "pinned_offload", "hybrid_offload"])
-def test_offloaded_parameters_gradients_and_states_stay_on_the_host(world4: World, name: str) -> None:
-    for found in world4.run(devices, FEATURES[name]):
-        assert found == {"cpu"}
 
 
 def offload_run(recipe: Recipe, pins: bool) -> Any:
     return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
 
 
-@pytest.mark.thin(88)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("pins", [True, False])
-def test_offloading_changes_no_number(world: World, pins: bool, recipe: Recipe) -> None:
+@pytest.mark.parametrize(
+    ("world", "recipe", "pins"),
+    [(1, ODD, True), (2, TEXT, False), (3, UNEVEN, True)],
+    indirect=["world"],
+    ids=["odd", "text", "uneven"],
+)
+def test_offloading_changes_no_number(world: World, recipe: Recipe, pins: bool) -> None:
     expected = plain_run(recipe)
     for record in world.run(offload_run, recipe, pins):
         assert_same_record(record, expected)

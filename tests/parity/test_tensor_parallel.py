@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same, assert_as_plain
+from comparing import assert_as_plain
 from harness import World
-from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, seat, tensors_of, whole
+from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, seat, whole
 from models import built, random_batch, shard_tower
 from reference import LocalAdamW, full
-from tensor_parallel import PLANS, SIZES, Mlp, Run, Stack, loss_of, made, split_everything
-from thinning import named, pairs
+from tensor_parallel import SIZES, Mlp, Run, Stack, loss_of, made, split_everything
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -32,15 +31,9 @@ from shardwise import fully_shard, load_full_state_dict
 # --- where --------------------------------------------------------------------------------------
 
 USUAL = Layout((2, 2), ("dp", "tp"), ("dp",))
-LAYOUTS = [
-    USUAL,
-    Layout((2, 2), ("tp", "dp"), ("dp",)),
-    Layout((4, 1), ("dp", "tp"), ("dp",)),
-    Layout((1, 4), ("dp", "tp"), ("dp",)),
-    Layout((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard")),
-    Layout((2, 1, 2), ("replicate", "shard", "tp"), ("replicate", "shard")),
-    Layout((2, 2, 1), ("replicate", "shard", "tp"), ("replicate", "shard")),
-]
+OTHER_ORDER = Layout((2, 2), ("tp", "dp"), ("dp",))
+REPLICAS = Layout((2, 1, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
+SHARDS_OF_ONE_REPLICA = Layout((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
 
 
 OPTIMIZERS = {
@@ -69,80 +62,50 @@ def trained(layout: Layout | None, run: Run) -> dict[str, Any]:
     return {**notes, **parameters_of(model)}
 
 
-def assert_trains_as_plainly(world: World, layout: Layout, run: Run) -> None:
-    assert_as_plain(world, trained, layout, run)
-
-
 # --- training -------------------------------------------------------------------------------------
 
 
-@pairs(("sizes", "layout"), SIZES, named(LAYOUTS), every=5)
-def test_training_on_both_dimensions_equals_plain_training(
-    world4: World, sizes: tuple[int, int, int], layout: Layout
-) -> None:
-    assert_trains_as_plainly(world4, layout, Run(sizes=sizes))
-
-
-PAIR_OF_TWO = [Layout((1, 2), ("dp", "tp"), ("dp",)), Layout((2, 1), ("dp", "tp"), ("dp",))]
-
-
-@pytest.mark.thin(45)
-@pytest.mark.parametrize("layout", PAIR_OF_TWO, ids=str)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_one_of_the_dimensions_may_be_trivial(
-    world2: World, sizes: tuple[int, int, int], layout: Layout
-) -> None:
-    assert_trains_as_plainly(world2, layout, Run(sizes=sizes))
-
-
-VARIANTS = {
-    "everything": Run(plan="everything"),
-    "everything_uneven": Run(plan="everything", sizes=SIZES["uneven"]),
-    "sequences": Run(plan="sequences"),
-    "sequences_uneven": Run(plan="sequences", sizes=SIZES["uneven"]),
-    "foreach": Run(optimizer="adamw_foreach"),
-    "loop": Run(optimizer="adamw_loop", sizes=SIZES["uneven"]),
-    "everything_foreach": Run(plan="everything", optimizer="adamw_foreach", sizes=SIZES["uneven"]),
-    "momentum": Run(optimizer="sgd_momentum"),
-    "resharded": Run(options={"reshard_after_forward": True}, sizes=SIZES["uneven"]),
-    "kept": Run(options={"reshard_after_forward": False}),
-    "microbatches": Run(microbatches=3, sizes=SIZES["uneven"]),
-    "clipped": Run(plan="everything", clip=0.1),
-    "clipped_uneven": Run(plan="everything", clip=0.1, sizes=SIZES["uneven"]),
-    "clipped_sequences": Run(plan="sequences", clip=0.1),
-    "clipped_microbatches": Run(plan="everything", clip=0.1, microbatches=2, sizes=SIZES["uneven"]),
-    "columns": Run(dim=1),
-    "columns_uneven": Run(dim=1, sizes=SIZES["uneven"]),
-    "last_dimension": Run(dim=-1, plan="everything"),
-    "columns_clipped": Run(dim=1, plan="everything", clip=0.1, microbatches=2),
-    "columns_kept": Run(dim=1, options={"reshard_after_forward": False}, sizes=SIZES["uneven"]),
+EVEN, UNEVEN, FEW_ROWS = SIZES["even"], SIZES["uneven"], SIZES["few_rows"]
+ALL = {"plan": "everything"}
+RUNS: dict[str, tuple[Layout, Run]] = {
+    "even, other order": (OTHER_ORDER, Run(sizes=EVEN)),
+    "data alone": (Layout((2, 1), ("dp", "tp"), ("dp",)), Run(sizes=UNEVEN)),
+    "tensors alone": (Layout((1, 2), ("dp", "tp"), ("dp",)), Run(sizes=FEW_ROWS)),
+    "shards of one replica": (SHARDS_OF_ONE_REPLICA, Run(**ALL, optimizer="adamw_foreach", sizes=UNEVEN)),
+    "replicas, sequences": (REPLICAS, Run(plan="sequences", sizes=UNEVEN)),
+    "replicas of shards": (
+        Layout((2, 2, 1), ("replicate", "shard", "tp"), ("replicate", "shard")),
+        Run(sizes=FEW_ROWS, options={"reshard_after_forward": False}),
+    ),
+    "few rows, clipped microbatches": (USUAL, Run(**ALL, clip=0.1, microbatches=2, sizes=FEW_ROWS)),
+    "columns, clipped microbatches": (USUAL, Run(**ALL, dim=1, clip=0.1, microbatches=2)),
+}
+MORE_RUNS: dict[str, tuple[Layout, Run]] = {
+    "uneven": (USUAL, Run(sizes=UNEVEN)),
+    "replicas, clipped microbatches": (REPLICAS, Run(**ALL, clip=0.1, microbatches=2, sizes=UNEVEN)),
+    "replicas, columns": (REPLICAS, Run(dim=1, sizes=UNEVEN)),
+    "clipped sequences": (USUAL, Run(plan="sequences", clip=0.1)),
+    "last dimension, other order": (OTHER_ORDER, Run(**ALL, dim=-1)),
+    "columns, kept": (USUAL, Run(dim=1, options={"reshard_after_forward": False}, sizes=UNEVEN)),
+    "loop": (USUAL, Run(optimizer="adamw_loop", sizes=UNEVEN)),
+    "momentum": (USUAL, Run(optimizer="sgd_momentum")),
+    "four, resharded to two": (
+        Layout((4, 1), ("dp", "tp"), ("dp",)),
+        Run(**ALL, sizes=UNEVEN, options={"reshard_after_forward": 2}, microbatches=2),
+    ),
 }
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("run", VARIANTS.values(), ids=VARIANTS)
-def test_every_way_of_training_equals_plain_training(world4: World, run: Run) -> None:
-    assert_trains_as_plainly(world4, USUAL, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[5]], ids=str)
-@pytest.mark.parametrize("name", ["clipped_microbatches", "sequences_uneven", "columns_uneven"])
-def test_other_meshes_do_the_same(world4: World, layout: Layout, name: str) -> None:
-    assert_trains_as_plainly(world4, layout, VARIANTS[name])
-
-
-FOUR = Layout((4, 1), ("dp", "tp"), ("dp",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("plan", ["mlps", "everything"])
-def test_resharding_to_a_smaller_world_leaves_tensor_parallel_parameters_right(
-    world4: World, plan: str, sizes: tuple[int, int, int]
-) -> None:
-    run = Run(plan=plan, sizes=sizes, options={"reshard_after_forward": 2}, microbatches=2)
-    assert_trains_as_plainly(world4, FOUR, run)
+@pytest.mark.parametrize(
+    ("world", "layout", "run"),
+    [
+        *(pytest.param(case[0].size, *case, id=name) for name, case in RUNS.items()),
+        *(pytest.param(c[0].size, *c, id=name, marks=pytest.mark.slow) for name, c in MORE_RUNS.items()),
+    ],
+    indirect=["world"],
+)
+def test_training_on_both_dimensions_equals_plain_training(world: World, layout: Layout, run: Run) -> None:
+    assert_as_plain(world, trained, layout, run)
 
 
 # --- what is where --------------------------------------------------------------------------------
@@ -180,9 +143,9 @@ PLACED = {
 }
 
 
-@pytest.mark.thin(9)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "sizes"), [("mlps", EVEN), ("everything", UNEVEN), ("sequences", FEW_ROWS)], ids=str
+)
 def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple[int, int, int]) -> None:
     run = Run(plan=plan, sizes=sizes)
     plain = dict(made(None, run).named_parameters())
@@ -198,17 +161,17 @@ def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple
         assert numel == copies * value.numel(), f"{name}: the ranks hold {numel} numbers"
 
 
-def columns_shown(dim: int) -> dict[str, Any]:
-    return shown(USUAL, Run(dim=dim))
+def columns_shown() -> list[dict[str, Any]]:
+    return [shown(USUAL, Run(dim=dim)) for dim in (1, -1)]
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_another_dimension_than_tensor_parallel_may_be_sharded(world4: World, dim: int) -> None:
-    for found in world4.run(columns_shown, dim):
-        assert found["blocks.0.mlp.up.weight"][1] == (1, 0)
-        assert found["blocks.0.mlp.down.weight"][1] == (1, 1)
-        assert found["blocks.0.mlp.up.bias"][1] == (0, 0)
-        assert found["inlet.weight"][1] == (1,)
+def test_another_dimension_than_tensor_parallel_may_be_sharded(world4: World) -> None:
+    for each in world4.run(columns_shown):
+        for found in each:
+            assert found["blocks.0.mlp.up.weight"][1] == (1, 0)
+            assert found["blocks.0.mlp.down.weight"][1] == (1, 1)
+            assert found["blocks.0.mlp.up.bias"][1] == (0, 0)
+            assert found["inlet.weight"][1] == (1,)
 
 
 def states(layout: Layout | None, run: Run) -> dict[str, Any]:
@@ -225,9 +188,11 @@ def states(layout: Layout | None, run: Run) -> dict[str, Any]:
     return {**before, **after}
 
 
-@pytest.mark.thin(54)
-@pytest.mark.parametrize("layout", [USUAL, LAYOUTS[1], LAYOUTS[5]], ids=str)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [(OTHER_ORDER, UNEVEN), pytest.param(REPLICAS, FEW_ROWS, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_states_hold_the_full_values(world4: World, layout: Layout, sizes: tuple[int, int, int]) -> None:
     run = Run(plan="everything", sizes=sizes)
     assert_as_plain(world4, states, layout, run)
@@ -298,31 +263,6 @@ def test_modules_see_the_parameters_that_tensor_parallelism_made(world4: World) 
         }
 
 
-def loaded(layout: Layout, run: Run) -> dict[str, Any]:
-    """State dicts go from one sharded model into another."""
-    source, target = made(layout, run), made(layout, run)
-    with torch.no_grad():
-        for param in source.parameters():
-            param.mul_(2)
-    target.load_state_dict(source.state_dict())
-    loss_of(target, layout_inputs(layout, 0, run.sizes[0])).backward()
-    return tensors_of(target)
-
-
-def doubled(run: Run) -> dict[str, Any]:
-    model = made(None, run)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    loss_of(model, layout_inputs(None, 0, run.sizes[0])).backward()
-    return tensors_of(model)
-
-
-def test_a_state_dict_is_loaded_into_another_model(world4: World) -> None:
-    run = Run(sizes=SIZES["uneven"])
-    assert_all_same(world4.run(loaded, USUAL, run), doubled(run))
-
-
 # --- a mesh that holds everything -----------------------------------------------------------------
 
 
@@ -364,8 +304,9 @@ def on_whole_mesh(layout: Layout | None, sizes: tuple[int, int, int]) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [USUAL, LAYOUTS[4], LAYOUTS[5]], ids=str)
-@pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["uneven"]], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [(USUAL, EVEN), (SHARDS_OF_ONE_REPLICA, UNEVEN), (REPLICAS, UNEVEN)], ids=str
+)
 def test_parameters_on_the_whole_mesh_train_as_plainly(
     world4: World, layout: Layout, sizes: tuple[int, int, int]
 ) -> None:
@@ -393,11 +334,10 @@ def in_bfloat16(layout: Layout | None, microbatches: int, clip: float) -> dict[s
     return {"norm": whole(norm), **gradients_of(model)}
 
 
-@pytest.mark.parametrize("layout", [USUAL, LAYOUTS[5]], ids=str)
-def test_bfloat16_accumulation_and_clipping_work_together(world4: World, layout: Layout) -> None:
+def test_bfloat16_accumulation_and_clipping_work_together(world4: World) -> None:
     """To 3% of the largest number of each gradient: some ten roundings of bfloat16, of 0.4% each."""
     expected = in_bfloat16(None, 2, 0.5)
-    for found in world4.run(in_bfloat16, layout, 2, 0.5):
+    for found in world4.run(in_bfloat16, USUAL, 2, 0.5):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name].dtype == torch.float32

@@ -9,20 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
-from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, random_batch
 from reference import full
 from refusals import (
     A_REMEDY,
     SHARDED,
+    Refused,
     assert_refused,
     assert_says,
     assert_says_what_to_do,
     assert_trains,
-    refusal,
-    refusals,
-    refuse,
     refused,
     shard_block_1,
     shard_bottom_up,
@@ -60,7 +57,7 @@ NO_FORWARD = (
 BOTTOM_UP = ("ValueError", "bottom-up", "inner modules first")
 AGAIN = {"build": sharded_tower, **SHARDED}
 
-REFUSED = {
+REFUSED: dict[str, Refused] = {
     "a class": refused(
         lambda model: fully_shard(type(model)),
         NO_MODULE + "the class Tower (its instance is needed, not the class).",
@@ -119,21 +116,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_in_words_that_help(world1: World, case: str) -> None:
-    assert_refused(world1, __name__, case)
-
-
 # --- torch's own fully_shard and replicate --------------------------------------------------------
 
 
-def peer_sharded_root() -> nn.Module:
-    return peer.fully_shard(tower())
-
-
-def peer_sharded_block() -> nn.Module:
+def sharded_by_torch(name: str) -> nn.Module:
     model = tower()
-    peer.fully_shard(model.blocks[1])
+    peer.fully_shard(model.get_submodule(name))
     return model
 
 
@@ -141,46 +129,29 @@ def replicated() -> nn.Module:
     return replicate(tower())
 
 
-@pytest.mark.parametrize(
-    ("build", "applied"), [(peer_sharded_root, "fully_shard"), (replicated, "replicate")]
-)
-def test_a_module_that_torch_manages_is_refused(world1: World, build: Any, applied: str) -> None:
-    text = refusal(world1, shard_root, build=build, then=start_again)
-    assert_says(text, "ValueError", f"torch's {applied}", "Tower", "one of them only")
-
-
-@pytest.mark.parametrize(
-    ("build", "act", "where"),
-    [(peer_sharded_root, shard_block_1, "Block"), (peer_sharded_block, shard_root, "Tower: blocks.1")],
-    ids=["ours-inside", "ours-around"],
-)
-def test_what_torchs_fully_shard_took_is_refused_as_such(
-    world1: World, build: Any, act: Any, where: str
-) -> None:
-    text = refusal(world1, act, build=build, then=start_again)
-    assert_says(text, where, "torch's fully_shard")
-    assert "tensor parallelism" not in text
-
-
-def apply_torchs_fully_shard(model: nn.Module) -> None:
-    peer.fully_shard(model)
-
-
-def apply_torchs_replicate(model: nn.Module) -> None:
-    replicate(model)
-
-
-@pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        (apply_torchs_fully_shard, "fully_shard has already been applied"),
-        (apply_torchs_replicate, "replicate has already been applied"),
-    ],
-)
-def test_torch_refuses_what_we_have_sharded(world1: World, act: Any, words: str) -> None:
-    (told,) = world1.run(refuse, act, build=sharded_tower, **SHARDED)
-    assert words in told.text
-    assert told.trains == "as the plain model"
+ROOT_OF_TORCHS = {"build": partial(sharded_by_torch, ""), "then": start_again}
+BLOCK_OF_TORCHS = {"build": partial(sharded_by_torch, "blocks.1"), "then": start_again}
+REFUSED |= {
+    "what torch has sharded": refused(
+        *(shard_root, "ValueError", "torch's fully_shard", "Tower", "one of them only"), **ROOT_OF_TORCHS
+    ),
+    "what torch has replicated": refused(
+        *(shard_root, "ValueError", "torch's replicate", "Tower", "one of them only"),
+        **{"build": replicated, "then": start_again},
+    ),
+    "a block inside what torch has sharded": refused(
+        shard_block_1, "Block", "torch's fully_shard", **ROOT_OF_TORCHS
+    ),
+    "what is around what torch has sharded": refused(
+        shard_root, "Tower: blocks.1", "torch's fully_shard", **BLOCK_OF_TORCHS
+    ),
+    "what is sharded here, by torch": refused(
+        peer.fully_shard, "fully_shard has already been applied", **AGAIN
+    ),
+    "what is sharded here, by torch's replicate": refused(
+        replicate, "replicate has already been applied", **AGAIN
+    ),
+}
 
 
 def gradients_inside_torchs() -> dict[str, bool]:
@@ -234,15 +205,6 @@ def shard_without_the_special_one(model: nn.Module) -> None:
     shard_bottom_up(model)
 
 
-def special(world: World, make: Callable[[], Tensor]) -> str:
-    how = {"build": partial(tower_with, make), "then": shard_without_the_special_one}
-    inner = refusal(world, shard_block_1, **how)
-    assert_says(inner, "Block", "up.special")
-    outer = refusal(world, shard_root, **how)
-    assert_says(outer, "Tower", "blocks.1.up.special")
-    return outer
-
-
 def refused_forward(make: Callable[[], Tensor]) -> str:
     """The class might have got the methods it lacks until then."""
     model = tower_with(make)
@@ -259,18 +221,24 @@ def test_a_tensor_subclass_is_refused_for_what_it_is(world1: World) -> None:
     assert_says_what_to_do(text)
 
 
-def test_a_sparse_parameter_is_refused_with_a_way_out(world1: World) -> None:
-    text = special(world1, a_sparse_one)
-    assert_says(text, "NotImplementedError", "torch.sparse_coo", "dense")
-    assert_says_what_to_do(text)
-
-
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_a_dtensor_on_a_mesh_that_cannot_be_joined_is_refused_with_a_way_out(world: World) -> None:
-    """Nothing says how its ranks and those of fully_shard's mesh, none of which has a name, are related."""
-    text = special(world, a_dtensor)
-    assert_says(text, "ValueError", "is a DTensor on the mesh", "mesh_dim_names")
-    assert_says_what_to_do(text)
+SPARSE = {"build": partial(tower_with, a_sparse_one), "then": shard_without_the_special_one}
+OF_NO_MESH = {"build": partial(tower_with, a_dtensor), "then": shard_without_the_special_one}
+# Nothing says how its ranks and those of fully_shard's mesh, none of which has a name, are related.
+IS_A_DTENSOR = ("ValueError", "is a DTensor on the mesh", "mesh_dim_names", A_REMEDY)
+REFUSED |= {
+    "a sparse parameter of a block": refused(shard_block_1, "Block", "up.special", **SPARSE),
+    "a sparse parameter": refused(
+        *(shard_root, "NotImplementedError", "Tower", "blocks.1.up.special", "torch.sparse_coo", "dense"),
+        A_REMEDY,
+        **SPARSE,
+    ),
+    "a DTensor of a block on a mesh that cannot be joined": refused(
+        shard_block_1, "Block", "up.special", **OF_NO_MESH
+    ),
+    "a DTensor on a mesh that cannot be joined": refused(
+        shard_root, "Tower", "blocks.1.up.special", *IS_A_DTENSOR, **OF_NO_MESH
+    ),
+}
 
 
 class LazyTower(Tower):
@@ -298,22 +266,17 @@ def initialised_lazy_tower() -> nn.Module:
     return model
 
 
-def shard_inlet(model: nn.Module) -> None:
-    fully_shard(model.inlet)
-
-
-def test_a_lazy_module_is_refused_until_it_knows_its_shape(world1: World) -> None:
-    how = {"build": lazy_tower, "then": shard_after_a_forward, "plain": initialised_lazy_tower}
-    assert_expected_inline(
-        refusals(world1, shard_root, shard_inlet, **how),
-        """\
-ValueError: LazyTower: inlet.weight is not initialised: the module is
-lazy and does not know its shape yet. Run one forward before
-fully_shard.
-
-ValueError: LazyLinear: weight is not initialised: the module is lazy
-and does not know its shape yet. Run one forward before fully_shard.""",
-    )
+LAZY = {"build": lazy_tower, "then": shard_after_a_forward, "plain": initialised_lazy_tower}
+NO_SHAPE = (
+    "is not initialised: the module is lazy and does not know its shape yet. "
+    "Run one forward before fully_shard."
+)
+REFUSED |= {
+    "a lazy module": refused(shard_root, f"ValueError: LazyTower: inlet.weight {NO_SHAPE}", **LAZY),
+    "a lazy layer": refused(
+        lambda model: fully_shard(model.inlet), f"ValueError: LazyLinear: weight {NO_SHAPE}", **LAZY
+    ),
+}
 
 
 class TiedTower(Tower):
@@ -377,34 +340,12 @@ def two_holders_each_sharded() -> nn.Module:
 SHARED = {"build": two_holders_each_sharded, "then": shard_root, "plain": two_holders_of_one_layer}
 
 
-def run_second_holder(model: nn.Module) -> None:
-    model[1](random_batch(0, 4))
-
-
 def shard_root_while_the_first_is_unsharded(model: nn.Module) -> None:
     model[0].unshard()
     try:
         fully_shard(model)
     finally:
         model[0].reshard()
-
-
-def test_a_layer_in_two_sharded_modules_needs_one_around_both(world2: World) -> None:
-    assert_expected_inline(
-        refusals(world2, run_second_holder, **SHARED),
-        """\
-RuntimeError: layer.weight is tied to layer.weight, which was sharded
-in another fully_shard call, and no sharded module contains both, to
-own the parameter. Call fully_shard on the module around both, after
-these two, or shard both in one call, as a list.""",
-    )
-
-
-def test_an_unsharded_group_gives_no_parameter_up(world2: World) -> None:
-    text = refusal(world2, shard_root_while_the_first_is_unsharded, **SHARED)
-    assert_says(
-        text, "RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"
-    )
 
 
 def two_holders_on_two_meshes() -> nn.Module:
@@ -414,9 +355,25 @@ def two_holders_on_two_meshes() -> nn.Module:
     return model
 
 
-def test_a_tie_across_meshes_is_refused_with_both_places(world2: World) -> None:
-    text = refusal(world2, shard_root, build=two_holders_on_two_meshes, then=start_again)
-    assert_says(text, "ValueError", "0.layer.weight", "1.layer.weight", "are tied", "mesh", "or untie them")
+REFUSED |= {
+    "a layer in two sharded modules without one around both": refused(
+        lambda model: model[1](random_batch(0, 4)),
+        "RuntimeError: layer.weight is tied to layer.weight, which was sharded in another fully_shard call, and "
+        "no sharded module contains both, to own the parameter. Call fully_shard on the module around both, after "
+        "these two, or shard both in one call, as a list.",
+        **SHARED,
+    ),
+    "a tie with a parameter of an unsharded group": refused(
+        shard_root_while_the_first_is_unsharded,
+        *("RuntimeError", "0.layer.weight and 1.layer.weight are tied", "before the first forward"),
+        **SHARED,
+    ),
+    "a tie across meshes": refused(
+        shard_root,
+        *("ValueError", "0.layer.weight", "1.layer.weight", "are tied", "mesh", "or untie them"),
+        **{"build": two_holders_on_two_meshes, "then": start_again},
+    ),
+}
 
 
 # --- parameters without values --------------------------------------------------------------------
@@ -452,45 +409,32 @@ def tower_with_values() -> nn.Module:
     return model
 
 
-def run_forward(model: nn.Module) -> None:
-    model(random_batch(0, 4))
-
-
-def run_forward_of_a_block(model: nn.Module) -> None:
-    model.blocks[1](random_batch(0, 4))
-
-
-def unshard_by_hand(model: nn.Module) -> None:
-    model.unshard()
-
-
 META = {"then": give_values, "plain": tower_with_values}
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_the_first_forward_names_the_parameters_that_have_no_values(world: World) -> None:
-    assert_expected_inline(
-        refusals(world, run_forward, build=meta_tower, **META),
-        """\
-RuntimeError: Cannot run forward: 16 parameters are still on the meta
-device: inlet.weight, inlet.bias, outlet.weight, outlet.bias,
-blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight,
-blocks.0.up.bias and 8 more. Nothing has given them values. Call
-shardwise.materialize(model), or load a checkpoint, first.""",
-    )
-
-
-@pytest.mark.parametrize("act", [run_forward_of_a_block, unshard_by_hand])
-def test_no_other_use_of_parameters_without_values_gets_through(world1: World, act: Any) -> None:
-    text = refusal(world1, act, build=meta_tower, **META)
-    assert_says(text, "RuntimeError", "meta", "blocks.0.norm.weight", "materialize")
-
-
-def test_only_the_parameters_that_have_no_values_are_named(world1: World) -> None:
-    text = refusal(world1, run_forward, build=partly_meta_tower, **META)
-    assert_says(text, "blocks.1.up.weight", "blocks.1.up.bias")
-    assert "blocks.1.down" not in text
-    assert "blocks.1.norm" not in text
+NO_VALUES = {"then": give_values, "plain": tower_with_values}
+META = {"build": meta_tower, **NO_VALUES}
+WITHOUT_VALUES = ("RuntimeError", "meta", "blocks.0.norm.weight", "materialize")
+REFUSED |= {
+    "a forward without values": refused(
+        lambda model: model(random_batch(0, 4)),
+        "RuntimeError: Cannot run forward: 16 parameters are still on the meta device: inlet.weight, inlet.bias, "
+        "outlet.weight, outlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, "
+        "blocks.0.up.bias and 8 more. Nothing has given them values. Call shardwise.materialize(model), or load "
+        "a checkpoint, first.",
+        **META,
+    ),
+    "a forward of a block without values": refused(
+        lambda model: model.blocks[1](random_batch(0, 4)), *WITHOUT_VALUES, **META
+    ),
+    "unshard without values": refused(lambda model: model.unshard(), *WITHOUT_VALUES, **META),
+    "a forward where some have no values": refused(  # and only those are named
+        lambda model: model(random_batch(0, 4)),
+        "2 parameters are still on the meta device: blocks.1.up.weight, blocks.1.up.bias. Nothing",
+        build=partly_meta_tower,
+        **NO_VALUES,
+    ),
+}
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -527,3 +471,23 @@ def buffers_that_cannot_be_cast() -> bool:
 
 def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was(world1: World) -> None:
     assert world1.run(buffers_that_cannot_be_cast) == [True]
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+ON_TWO_RANKS = {
+    *("a DTensor on a mesh that cannot be joined", "a forward without values", "a tie across meshes"),
+    *(
+        "a layer in two sharded modules without one around both",
+        "a tie with a parameter of an unsharded group",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [(2 if case in ON_TWO_RANKS else 1, case) for case in REFUSED], indirect=["world"]
+)
+def test_it_is_refused_in_words_that_help(world: World, case: str) -> None:
+    text = assert_refused(world, __name__, case)
+    if "torch has sharded" in case:
+        assert "tensor parallelism" not in text

@@ -1,10 +1,13 @@
 """What a sharded module still is: its class, a container, an nn.Module."""
 
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from comparing import assert_equal
 from dynamo import quiet_dynamo
 from events import counts, events_of
 from harness import World
@@ -12,9 +15,14 @@ from models import Block, Tower, built, random_batch, shard_tower
 from torch import Tensor, nn
 from towers import assert_close, backward, gradients, plain_gradients, plain_tower, sharded_tower
 
-from shardwise import FSDPModule, fully_shard
+from shardwise import FSDPModule, fully_shard, unsharded
 
 # --- the class ------------------------------------------------------------------------------------
+
+
+def look_up(module: nn.Module, name: str) -> type | None:
+    """The class of this name in a tree of modules, as frameworks look for those to wrap."""
+    return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
 
 
 def facts_of_the_class() -> dict[str, Any]:
@@ -22,7 +30,7 @@ def facts_of_the_class() -> dict[str, Any]:
     before = type(plain)
     return {
         "returned": fully_shard(plain) is plain,
-        "name": type(one).__name__,
+        "name": (type(one).__name__, one._get_name()),
         "doc": type(one).__doc__ == Tower.__doc__,
         "is both": isinstance(one, Tower) and isinstance(one, FSDPModule),
         "one class for all instances": type(one) is type(other) is type(plain),
@@ -32,54 +40,23 @@ def facts_of_the_class() -> dict[str, Any]:
         "layer is untouched": type(one.inlet) is nn.Linear,
         "new instances are plain": type(type(one)(depth=1)) is Tower,
         "a class of one's own": type(fully_shard(nn.Linear(2, 2))).__name__,
+        "found by name": look_up(one, "Tower") is type(one) and look_up(one, "Block") is type(one.blocks[0]),
+        "pickled": pickle.loads(pickle.dumps(type(one.blocks[0]))) is type(one.blocks[0]),
+        "prints": str(one),
     }
 
 
 def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
+    """It prints as before but for the names of classes, is found by its name and travels by pickle."""
     (facts,) = world1.run(facts_of_the_class)
+    prints = str(plain_tower()).replace("Tower(", "FSDPTower(").replace(" Block(", " FSDPBlock(")
+    assert "(0-2): 3 x FSDPBlock(" in prints
     assert facts == {
-        "returned": True,
-        "name": "Tower",
-        "doc": True,
-        "is both": True,
-        "one class for all instances": True,
-        "blocks share a class": True,
-        "original is untouched": True,
-        "container is untouched": True,
-        "layer is untouched": True,
-        "new instances are plain": True,
+        **dict.fromkeys(facts, True),
+        "name": ("Tower", "Tower"),
         "a class of one's own": "Linear",
+        "prints": prints,
     }
-
-
-def test_a_sharded_model_prints_as_before_but_for_the_class_names(world1: World) -> None:
-    expected = str(plain_tower()).replace("Tower(", "FSDPTower(").replace(" Block(", " FSDPBlock(")
-    assert "(0-2): 3 x FSDPBlock(" in expected
-    assert world1.run(print_of_a_tower) == [expected]
-
-
-def print_of_a_tower() -> str:
-    return str(sharded_tower())
-
-
-def look_up(module: nn.Module, name: str) -> type | None:
-    """The class of this name in a tree of modules, as frameworks look for those to wrap."""
-    return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
-
-
-def classes_found_by_name() -> list[bool]:
-    model = sharded_tower()
-    found = look_up(model, "Block"), look_up(model, "Linear"), look_up(model, "Tower")
-    return [
-        all(isinstance(block, found[0] or int) for block in model.blocks),
-        isinstance(model.inlet, found[1] or int),
-        found[2] is type(model),
-        model._get_name() == "Tower",
-    ]
-
-
-def test_classes_are_found_by_the_names_of_what_was_sharded(world1: World) -> None:
-    assert world1.run(classes_found_by_name) == [[True] * 4]
 
 
 def returned_is_given(as_tuple: bool) -> list[bool]:
@@ -179,41 +156,81 @@ class Registry(Block):
         Registry.made.append(cls.__name__)
 
 
-ODD_CLASSES = [
-    GenericOfInt,
-    SlottedFirst,
-    SlottedItself,
-    CallsSuper,
-    OwnNew,
-    Guarded,
-    Registry,
-]
+class Collected(nn.Module):
+    """Keeps parameters in torch's own containers for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(8)), "shift": torch.randn(8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = torch.tanh(x + step)
+        for value in self.named.values():
+            x = x * value
+        return x + self.steps[1] - self.named["shift"]
 
 
 def tower_of(cls: type[nn.Module]) -> Tower:
-    torch.manual_seed(0)
     model = Tower()
     model.blocks = nn.ModuleList(cls(8, 16) for _ in range(2))
-    return model.double()
+    return model
 
 
-def gradients_of_tower_of(cls: type[nn.Module], is_sharded: bool) -> dict[str, Tensor | None]:
-    model = tower_of(cls)
-    if is_sharded:
-        shard_tower(model)
-        assert isinstance(model.blocks[0], cls)
-        assert isinstance(model.blocks[0], FSDPModule)
-        assert type(model.blocks[0]).__name__ == cls.__name__
-    backward(model.train())
-    return gradients(model)
+def tower_of_compiled_blocks() -> Tower:
+    """What ``torch.compile(block)`` returns has its forward on the instance, not in its class."""
+    quiet_dynamo()
+    model = Tower()
+    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
+    return model
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("cls", ODD_CLASSES)
-def test_blocks_of_any_class_train_as_plain_ones(world2: World, cls: type[nn.Module]) -> None:
-    expected = gradients_of_tower_of(cls, is_sharded=False)
-    for got in world2.run(gradients_of_tower_of, cls, is_sharded=True):
-        assert_close(got, expected)
+def tower_of_parametrized_layers() -> Tower:
+    """Their weight is a property of a class that torch makes for each of them."""
+    model = Tower()
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.up)
+        nn.utils.parametrizations.orthogonal(block.down)
+    return model
+
+
+def with_forward_on_the_instance() -> nn.Module:
+    model = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 1)})
+    model.forward = lambda x: model["down"](torch.tanh(model["up"](x)))
+    return model
+
+
+CLASSES = [GenericOfInt, SlottedFirst, SlottedItself, CallsSuper, OwnNew, Guarded, Registry]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{f"blocks: {cls.__name__}": partial(tower_of, cls) for cls in CLASSES},
+    "compiled blocks": tower_of_compiled_blocks,
+    "parametrized layers": tower_of_parametrized_layers,
+    "forward on the instance": with_forward_on_the_instance,
+    "lists and dicts of parameters": Collected,
+}
+
+
+def gradients_of_each(is_sharded: bool) -> dict[str, dict[str, Tensor | None]]:
+    found = {}
+    for name, make in MODELS.items():
+        model = built(make, seed=0)
+        if is_sharded:
+            cls = type(getattr(model, "blocks", [model])[0])
+            shard_tower(model) if hasattr(model, "blocks") else fully_shard(model)
+            first = getattr(model, "blocks", [model])[0]
+            assert isinstance(first, cls)
+            assert isinstance(first, FSDPModule)
+            assert type(first).__name__ == cls.__name__
+        backward(model.train())
+        found[name] = gradients(model)
+    return found
+
+
+def test_modules_of_any_class_and_make_train_as_plain_ones(world2: World) -> None:
+    expected = gradients_of_each(is_sharded=False)
+    for got in world2.run(gradients_of_each, is_sharded=True):
+        assert_equal(got, expected, atol=1e-10)
 
 
 def attributes_of_odd_blocks() -> list[Any]:
@@ -227,79 +244,6 @@ def attributes_of_odd_blocks() -> list[Any]:
 
 def test_attributes_and_overridden_methods_stay(world1: World) -> None:
     assert world1.run(attributes_of_odd_blocks) == [[2.0, "kept", "kept", False, "extra of ''", True]]
-
-
-def gradients_of_compiled_blocks() -> dict[str, Tensor | None]:
-    quiet_dynamo()
-    model = plain_tower()
-    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
-    shard_tower(model)
-    backward(model)
-    return {name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()}
-
-
-def test_compiled_blocks_can_be_sharded(world2: World) -> None:
-    """What ``torch.compile(block)`` returns has its forward on the instance, not in its class."""
-    for got in world2.run(gradients_of_compiled_blocks):
-        assert_close(got, plain_gradients(0))
-
-
-def gradients_with_forward_on_the_instance(is_sharded: bool) -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 1)}).double()
-    model.forward = lambda x: model["down"](torch.tanh(model["up"](x)))
-    if is_sharded:
-        fully_shard(model)
-    backward(model)
-    return gradients(model)
-
-
-def test_a_forward_set_on_the_instance_is_one(world2: World) -> None:
-    expected = gradients_with_forward_on_the_instance(is_sharded=False)
-    for got in world2.run(gradients_with_forward_on_the_instance, is_sharded=True):
-        assert_close(got, expected)
-
-
-class HasItsOwnReshard(Block):
-    """Uses a name for its own ends that FSDPModule has as well."""
-
-    def reshard(self, x: Tensor) -> Tensor:
-        return x * 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.reshard(super().forward(x))
-
-
-def gradients_with_a_name_taken() -> dict[str, Tensor | None] | str:
-    model = tower_of(HasItsOwnReshard)
-    try:
-        shard_tower(model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    backward(model)
-    return gradients(model)
-
-
-def test_a_class_that_uses_one_of_our_names_works_or_is_refused_at_once(world2: World) -> None:
-    expected = gradients_of_tower_of(HasItsOwnReshard, is_sharded=False)
-    for got in world2.run(gradients_with_a_name_taken):
-        if isinstance(got, str):
-            assert "HasItsOwnReshard" in got
-            assert "reshard" in got
-        else:
-            assert_close(got, expected)
-
-
-def class_through_pickle() -> tuple[bool, str]:
-    cls = type(sharded_tower().blocks[0])
-    try:
-        return pickle.loads(pickle.dumps(cls)) is cls, ""
-    except Exception as error:
-        return False, f"{type(error).__name__}: {error}"
-
-
-def test_the_class_of_a_sharded_module_survives_pickling(world1: World) -> None:
-    assert world1.run(class_through_pickle) == [(True, "")]
 
 
 # --- containers -----------------------------------------------------------------------------------
@@ -387,57 +331,6 @@ def test_a_list_of_sharded_blocks_is_still_a_list(world1: World) -> None:
     ]
 
 
-class Collected(nn.Module):
-    """Keeps parameters in torch's own containers for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(2))
-        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(8)), "shift": torch.randn(8)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for step in self.steps:
-            x = torch.tanh(x + step)
-        for value in self.named.values():
-            x = x * value
-        return x + self.steps[1] - self.named["shift"]
-
-
-def collected_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
-    model = built(Collected, seed=0)
-    if is_sharded:
-        fully_shard(model)
-    backward(model)
-    return gradients(model)
-
-
-def test_parameter_lists_and_dicts_show_full_parameters_in_forward(world2: World) -> None:
-    for got in world2.run(collected_gradients, is_sharded=True):
-        assert_close(got, collected_gradients(is_sharded=False))
-
-
-def tower_of_parametrized_layers() -> Tower:
-    model = plain_tower()
-    for block in model.blocks:
-        nn.utils.parametrizations.weight_norm(block.up)
-        nn.utils.parametrizations.orthogonal(block.down)
-    return model
-
-
-def parametrized_gradients(is_sharded: bool) -> dict[str, Tensor | None]:
-    model = tower_of_parametrized_layers()
-    if is_sharded:
-        shard_tower(model)
-    backward(model)
-    return gradients(model)
-
-
-def test_parametrized_layers_train_as_plain_ones(world2: World) -> None:
-    """Their weight is a property of a class that torch makes for each of them."""
-    for got in world2.run(parametrized_gradients, is_sharded=True):
-        assert_close(got, parametrized_gradients(is_sharded=False))
-
-
 # --- what nn.Module offers ------------------------------------------------------------------------
 
 
@@ -490,22 +383,26 @@ def names_and_shapes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def names_before_unsharded_and_after() -> list[dict[str, Any]]:
+def names_at_any_moment() -> list[dict[str, Any]]:
     model = shard_tower(plain_with_buffers())
     model.blocks[0].norm.bias.requires_grad_(False)
     names = [names_and_shapes(model)]
+    handle = model.blocks[1].register_forward_hook(lambda *_: names.append(names_and_shapes(model)))
     model.unshard()
     model.blocks[0].unshard()
     names.append(names_and_shapes(model))
     backward(model)
+    handle.remove()
+    with unsharded(model):
+        names.append(names_and_shapes(model))
     return [*names, names_and_shapes(model)]
 
 
 def test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment(world2: World) -> None:
     plain = plain_with_buffers()
     plain.blocks[0].norm.bias.requires_grad_(False)
-    for names in world2.run(names_before_unsharded_and_after):
-        assert names == [names_and_shapes(plain)] * 3
+    for names in world2.run(names_at_any_moment):
+        assert names == [names_and_shapes(plain)] * 5
 
 
 def parameters_in_the_state_are_the_registered_ones() -> bool:
