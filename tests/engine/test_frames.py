@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 
 import shardwise
@@ -51,53 +50,18 @@ def paths() -> dict[str, list[tuple[str, str]]]:
     return longest
 
 
-def shown(path: list[tuple[str, str]]) -> str:
-    lines = [f"{file:28} {name}" for file, name in path]
-    return "\n".join([*lines, f"{len(path)} frames in {len({file for file, _ in path})} files"])
-
-
-def test_from_the_hook_of_a_module_to_the_all_gather(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(
-        shown(paths["before_forward"]),
-        """\
-engine/forward.py            before_forward
-engine/forward.py            ForwardPass.enter
-groups/unsharded.py          Unsharded.unshard
-groups/unsharded.py          Unsharded._start
-comm/streams.py              CommStream.submit
-comm/all_gather.py           AllGather.start
-comm/communicators.py        BackendCollectives.all_gather
-7 frames in 5 files""",
-    )
-
-
-def test_from_the_hook_of_a_node_to_the_all_gather(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(
-        shown(paths["_before_backward"]),
-        """\
-engine/forward.py            _before_backward
-engine/backward.py           BackwardPass.enter
-engine/backward.py           BackwardPass._unshard
-groups/unsharded.py          Unsharded.unshard_ahead
-groups/unsharded.py          Unsharded._start
-comm/streams.py              CommStream.submit
-comm/all_gather.py           AllGather.start
-comm/communicators.py        BackendCollectives.all_gather
-8 frames in 6 files""",
-    )
-
-
-def test_from_the_hook_of_a_gradient_to_the_reduce_scatter(paths: dict[str, list[tuple[str, str]]]) -> None:
-    assert_expected_inline(
-        shown(paths["_arrived"]),
-        """\
-groups/gradients.py          _arrived
-engine/backward.py           gradients_complete
-engine/reduction_queue.py    ReductionQueue.reduce
-groups/gradients.py          Gradients.reduce
-comm/reduction.py            Reduction.send
-comm/streams.py              CommStream.submit
-comm/reduce_scatter.py       ReduceScatter.start
-comm/communicators.py        BackendCollectives.reduce_scatter
-8 frames in 7 files""",
-    )
+@pytest.mark.parametrize(
+    ("hook", "collective", "frames", "files"),
+    [
+        ("before_forward", "all_gather", 7, 5),
+        ("_before_backward", "all_gather", 8, 6),
+        ("_arrived", "reduce_scatter", 8, 7),
+    ],
+    ids=["of a module", "of a node", "of a gradient"],
+)
+def test_from_a_hook_to_its_collective(
+    paths: dict[str, list[tuple[str, str]]], hook: str, collective: str, frames: int, files: int
+) -> None:
+    path = paths[hook]
+    assert path[-1] == ("comm/communicators.py", f"BackendCollectives.{collective}")
+    assert (len(path), len({file for file, _ in path})) == (frames, files), path

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
+from failure_models import Failure
 from harness import World
 from models import WIDTH, built, random_batch, shard_tower
 from reference import full, mean_of_squares
@@ -67,16 +68,7 @@ IN_ORDER = (0, 1, 2)
 
 
 def test_the_block_that_backward_begins_with_is_unsharded_once(world2: World) -> None:
-    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER):
-        assert_expected_inline(
-            "\n".join(steps),
-            """\
-Path 0 1 2 | 1 0
-Path 0 1 2 | 1 0""",
-        )
-
-
-def test_it_is_the_last_of_the_tree_in_whatever_order_they_run(world2: World) -> None:
+    """It is the last of the tree, in whatever order they run."""
     for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER):
         assert_expected_inline(
             "\n".join(steps),
@@ -198,39 +190,24 @@ def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> N
     assert world2.run(changes_in_last_block) == [["Path 0 1 2 | 1 0"] * 2] * 2
 
 
-def edit_between_forward_and_backward(sharding_around: bool) -> None:
+def edit_before_backward(meanwhile: str) -> None:
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
-    if sharding_around:
+    if meanwhile == "sharding around":
         fully_shard(nn.Sequential(model, nn.Linear(WIDTH, WIDTH)))
     with torch.no_grad():
+        if meanwhile == "another forward":
+            model(random_batch(1, 4), (0,))  # without the block that was kept
         model.blocks[2].weight.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place between"):
         loss.backward()
 
 
-@pytest.mark.parametrize("sharding_around", [False, True])
-def test_an_edit_between_forward_and_backward_is_refused_by_name(
-    world2: World, sharding_around: bool
-) -> None:
-    """Also where a module around the model is sharded meanwhile."""
-    world2.run(edit_between_forward_and_backward, sharding_around)
-
-
-def edit_of_what_an_earlier_forward_has_kept() -> None:
-    model = path()
-    step(model, *IN_ORDER)
-    loss = model(random_batch(0, 4)).pow(2).mean()
-    with torch.no_grad():
-        model(random_batch(1, 4), (0,))  # without the block that was kept
-        model.blocks[2].weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place between"):
-        loss.backward()
-
-
-def test_it_is_refused_as_well_where_another_forward_has_left_it_out(world2: World) -> None:
-    world2.run(edit_of_what_an_earlier_forward_has_kept)
+@pytest.mark.parametrize("meanwhile", ["nothing", "sharding around", "another forward"])
+def test_an_edit_between_forward_and_backward_is_refused_by_name(world2: World, meanwhile: str) -> None:
+    """Also where a module around the model is sharded, and where another forward has left it out."""
+    world2.run(edit_before_backward, meanwhile)
 
 
 def seen_behind_the_last_block() -> list[bool]:
@@ -249,26 +226,27 @@ def test_modules_around_it_see_shards(world2: World) -> None:
     assert world2.run(seen_behind_the_last_block) == [[True] * 3] * 2
 
 
-class Fails(Exception):
-    pass
+def sharded_layers(make: Any = nn.Sequential) -> Any:
+    """A model whose root has no parameters."""
+    torch.manual_seed(0)
+    model = make(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+    for each in model:
+        fully_shard(each)
+    return fully_shard(model)
 
 
 def unshards_around_a_failure() -> list[str]:
-    """Of a model whose root has no parameters; one rank's forward fails behind the last block."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
-    for each in model:
-        fully_shard(each)
-    fully_shard(model)
+    """One rank's forward fails behind the last block."""
+    model = sharded_layers()
     mean_of_squares(model, random_batch(0, 4)).backward()
     mean_of_squares(model, random_batch(0, 4)).backward()
 
     def fail(*_: Any) -> None:
         if dist.get_rank() == 0:
-            raise Fails
+            raise Failure
 
     hook = model.register_forward_hook(fail)
-    with suppress(Fails):
+    with suppress(Failure):
         model(random_batch(0, 4))
     hook.remove()
     events = events_of(model)
@@ -304,12 +282,9 @@ class Measured(nn.Sequential):
 
 
 def unshards_around_a_look() -> list[str]:
-    """Of a model whose root has no parameters; between forward and backward one rank runs it without blocks."""
-    torch.manual_seed(0)
-    model: Any = Measured(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
-    for each in model:
-        fully_shard(each)
-    fully_shard(model).set_modules_to_forward_prefetch([])
+    """Between forward and backward one rank runs it without blocks."""
+    model = sharded_layers(Measured)
+    model.set_modules_to_forward_prefetch([])
     register_fsdp_forward_method(model, "measure")
     mean_of_squares(model, random_batch(0, 4)).backward()
     loss = mean_of_squares(model, random_batch(0, 4))

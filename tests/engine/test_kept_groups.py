@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from harness import World
 from models import built, even_tower, random_batch
 from reference import full, mean_of_squares
@@ -56,9 +55,27 @@ def counted(model: Any) -> Iterator[dict[str, int]]:
 
 def kept_tower() -> Any:
     torch.manual_seed(0)
-    model: Any = Side(is_sharded=True).shard_tower(even_tower(), reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
+    return keep(Side(is_sharded=True), even_tower())
+
+
+def keep(side: Side, model: Any) -> Any:
+    """Shard it, and have its groups stay unsharded from one forward to the next."""
+    side.shard_tower(model, reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
     return model
+
+
+def unshards_of(model: Any) -> list[str]:
+    """Fills with the names of groups as they are unsharded."""
+    unsharded: list[str] = []
+    (root,) = {module_state.root for module_state in sharded_module_states(model)}
+    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
+    return unsharded
+
+
+def halve(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
 
 
 def sgd(model: nn.Module) -> Any:
@@ -102,41 +119,30 @@ def costs_of_a_step(make_optimizer: Callable[[Any], Any], syncs: list[bool]) -> 
     return costs[-len(syncs) :]
 
 
-def costs_on_all_ranks(world: World, make_optimizer: Callable[[Any], Any], syncs: list[bool]) -> str:
-    """The costs of a step, one line a forward; the same on all ranks."""
+NEW_WEIGHTS, NOTHING = (f"{number} all-gathers, 0 all-reduces, 0 reads" for number in (4, 0))
+
+
+def costs_on_all_ranks(world: World, make_optimizer: Callable[[Any], Any], syncs: list[bool]) -> list[str]:
     first, *others = world.run(costs_of_a_step, make_optimizer, syncs)
     assert others == [first] * (world.size - 1)
-    return "\n".join(first)
+    return first
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, flat_adamw])
 def test_an_accumulation_asks_nobody_and_reads_nothing(world2: World, make_optimizer: Any) -> None:
-    assert_expected_inline(
-        costs_on_all_ranks(world2, make_optimizer, [False, False, True]),
-        """\
-4 all-gathers, 0 all-reduces, 0 reads
-0 all-gathers, 0 all-reduces, 0 reads
-0 all-gathers, 0 all-reduces, 0 reads""",
-    )
+    costs = costs_on_all_ranks(world2, make_optimizer, [False, False, True])
+    assert costs == [NEW_WEIGHTS, NOTHING, NOTHING]
 
 
 def test_after_a_synchronised_microbatch_one_answer_is_read(world2: World) -> None:
     """For the caller has gradients then, and may have changed shards in any way, on any rank."""
-    assert_expected_inline(
-        costs_on_all_ranks(world2, sgd, [True, True]),
-        """\
-4 all-gathers, 0 all-reduces, 0 reads
-0 all-gathers, 1 all-reduces, 1 reads""",
-    )
+    costs = costs_on_all_ranks(world2, sgd, [True, True])
+    assert costs == [NEW_WEIGHTS, "0 all-gathers, 1 all-reduces, 1 reads"]
 
 
 def test_after_a_step_that_nobody_told_of_one_answer_is_read(world2: World) -> None:
-    assert_expected_inline(
-        costs_on_all_ranks(world2, ByHand, [False, True]),
-        """\
-4 all-gathers, 1 all-reduces, 1 reads
-0 all-gathers, 0 all-reduces, 0 reads""",
-    )
+    costs = costs_on_all_ranks(world2, ByHand, [False, True])
+    assert costs == ["4 all-gathers, 1 all-reduces, 1 reads", NOTHING]
 
 
 def unshards_with_frozen_blocks() -> list[list[str]]:
@@ -144,23 +150,16 @@ def unshards_with_frozen_blocks() -> list[list[str]]:
     model = kept_tower()
     model.blocks.requires_grad_(False)
     other = nn.Linear(2, 2)
-    optimizers = [
-        torch.optim.SGD(p, lr=0.1) for p in (filter(wants_grad, model.parameters()), other.parameters())
-    ]
-    (root,) = {module_state.root for module_state in sharded_module_states(model)}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (trained, other.parameters())]
     found = []
     for step in range(4):
-        unsharded: list[str] = []
-        root.observe(lambda event, name, to=unsharded: to.append(name) if event == "unshard" else None)
+        unsharded = unshards_of(model)
         mean_of_squares(model, random_batch(step, 4, dtype=torch.float32)).backward()
         other(torch.ones(2)).sum().backward()
         optimizers[1 if step == 1 else 0].step()
         found.append(unsharded)
     return found
-
-
-def wants_grad(param: Tensor) -> bool:
-    return param.requires_grad
 
 
 def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
@@ -177,10 +176,7 @@ def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
 @pytest.mark.parametrize("make_optimizer", [sgd, ByHand, flat_adamw])
 def test_accumulation_trains_as_without_sharding(side: Side, make_optimizer: Any) -> None:
     """With a step that changes shards unseen, evaluation between steps, and weights loaded in between."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=False)
-    if side.is_sharded:
-        model.set_reshard_after_backward(False)  # type: ignore[operator]
+    model = keep(side, built(even_tower))
     optimizer = make_optimizer(model)
     for step in range(4):
         optimizer.zero_grad()
@@ -193,17 +189,14 @@ def test_accumulation_trains_as_without_sharding(side: Side, make_optimizer: Any
             with torch.no_grad():
                 side.note_mean("evaluation", mean_of_squares(model, side.inputs(40)))
         if step == 2:  # the unsharded groups are there, and an optimizer has stepped
-            model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
+            halve(model)
     side.note_parameters(model)
 
 
 @same_as_plain(2)
 def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     """All ranks load: what they have kept unsharded is stale on all of them."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=False)
-    if side.is_sharded:
-        model.set_reshard_after_backward(False)  # type: ignore[operator]
+    model = keep(side, built(even_tower))
     halves = {name: value.detach() * 0.5 for name, value in built(even_tower).named_parameters()}
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -214,10 +207,6 @@ def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     side.sync(model, True)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
-
-
-def load_halves(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
 
 
 @torch.no_grad()
@@ -233,7 +222,7 @@ def double_data(model: nn.Module) -> None:
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("change", [load_halves, double_each, double_data])
+@pytest.mark.parametrize("change", [halve, double_each, double_data])
 def test_all_ranks_may_change_weights_between_two_forwards(
     side: Side, change: Callable[[nn.Module], None]
 ) -> None:
@@ -272,40 +261,30 @@ def test_a_change_on_one_of_the_meshes_of_a_group_counts(world2: World) -> None:
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def counted_change(param: Tensor) -> None:
-    param.mul_(2)
-
-
-def unseen_change(param: Tensor) -> None:
-    param.data.mul_(2)
-
-
-def answer_to_a_change(change: Callable[[Tensor], None]) -> tuple[str, list[str]]:
+def answer_to_a_change(is_counted: bool) -> tuple[str, list[str]]:
     """What the forward after it says, and what the one after that unshards."""
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
     model(inputs).sum().backward()
-    with torch.no_grad():
-        change(model.blocks[1].up.weight)
+    weight = model.blocks[1].up.weight.detach() if is_counted else model.blocks[1].up.weight.data
+    weight.mul_(2)
     with pytest.raises(RuntimeError) as caught:
         model(inputs)
-    (root,) = {module_state.root for module_state in sharded_module_states(model)}
-    unsharded: list[str] = []
-    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
+    unsharded = unshards_of(model)
     model(inputs)
     return str(caught.value), unsharded
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [(counted_change, "blocks.1.up.weight has changed"), (unseen_change, "its parameters have changed")],
+    ("is_counted", "says"),
+    [(True, "blocks.1.up.weight has changed"), (False, "its parameters have changed")],
 )
 def test_a_change_between_unsynchronised_microbatches_is_refused(
-    world2: World, change: Any, says: str
+    world2: World, is_counted: bool, says: str
 ) -> None:
     """And not used in part: the forward after that unshards what was changed."""
-    for message, unsharded in world2.run(answer_to_a_change, change):
+    for message, unsharded in world2.run(answer_to_a_change, is_counted):
         assert f"blocks.1: {says} between microbatches" in message
         assert unsharded == ["blocks.1"]
 
@@ -317,9 +296,7 @@ def forward_after_equal_contents() -> list[str]:
     inputs = random_batch(0, 4, dtype=torch.float32)
     model(inputs).sum().backward()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    (root,) = {module_state.root for module_state in sharded_module_states(model)}
-    unsharded: list[str] = []
-    root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
+    unsharded = unshards_of(model)
     model(inputs).sum().backward()
     return unsharded
 

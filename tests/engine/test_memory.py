@@ -109,5 +109,5 @@ def parameters_on_this_rank() -> int:
     return sum(p.to_local().numel() for p in model.parameters())
 
 
-def test_each_rank_keeps_its_share(world4: World) -> None:
-    assert sum(world4.run(parameters_on_this_rank)) == DEPTH * 2 * WIDTH * WIDTH
+def test_each_rank_keeps_its_share(world2: World) -> None:
+    assert sum(world2.run(parameters_on_this_rank)) == DEPTH * 2 * WIDTH * WIDTH

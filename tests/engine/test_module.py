@@ -46,8 +46,7 @@ def views_of_an_unsharded_model(async_op: bool) -> dict[str, Any]:
     return seen | {"after": names_of_dtensors(model)}
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize(("world", "async_op"), [(1, False), (2, True), (3, False)], indirect=["world"])
 def test_between_unshard_and_reshard_a_module_sees_its_full_parameters(world: World, async_op: bool) -> None:
     values = dict(plain_tower().named_parameters())
     for seen in world.run(views_of_an_unsharded_model, async_op):
@@ -217,20 +216,19 @@ def test_groups_told_not_to_synchronise_do_not_reduce(
         assert got == reduced
 
 
-def accumulated(microbatches: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
+def accumulated() -> tuple[dict[str, int], dict[str, Tensor | None]]:
     model = sharded_tower()
     events = events_of(model)
-    for step in range(microbatches):
-        model.set_requires_gradient_sync(step == microbatches - 1)
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
         backward(model, step)
     return counts(events, "reduce"), gradients(model)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_accumulation_reduces_once_and_adds_everything_up(world2: World, microbatches: int) -> None:
-    for reductions, got in world2.run(accumulated, microbatches):
+def test_accumulation_reduces_once_and_adds_everything_up(world2: World) -> None:
+    for reductions, got in world2.run(accumulated):
         assert reductions == dict.fromkeys(GROUPS, 1)
-        assert_close(got, plain_gradients(*range(microbatches)))
+        assert_close(got, plain_gradients(0, 1, 2))
 
 
 def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str, Tensor | None]]:
@@ -288,21 +286,14 @@ def test_what_is_freed_after_forward_is_unsharded_again_for_backward(
         assert got == dict(zip(GROUPS, unshards, strict=True))
 
 
-def unshards_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[dict[str, int]]:
+def unshards_of_the_next_forward(on: str, recurse: bool) -> dict[str, int]:
     model = sharded_tower(reshard_after_forward=False)
     model.get_submodule(on).set_reshard_after_backward(False, recurse=recurse)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model)
-    if updates:
-        optimizer.step()
     events = events_of(model)
     output = model(random_batch(1, 4))
-    plain = plain_tower()
-    if updates:
-        backward(plain)
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    torch.testing.assert_close(output, plain(random_batch(1, 4)), rtol=0, atol=1e-10)
-    unshards = [counts(events, "unshard")]
+    torch.testing.assert_close(output, plain_tower()(random_batch(1, 4)), rtol=0, atol=1e-10)
+    unshards = counts(events, "unshard")
     model.set_reshard_after_backward(True)
     output.sum().backward()
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
@@ -311,19 +302,12 @@ def unshards_of_the_next_forward(on: str, recurse: bool, updates: bool) -> list[
 
 @pytest.mark.parametrize(
     ("on", "recurse", "unsharded"),
-    [("", True, []), ("", False, ["blocks.0", "blocks.1", "blocks.2"]), ("blocks.1", True, [0, 1, 3])],
+    [("", True, []), ("", False, GROUPS[1:]), ("blocks.1", True, ["Tower", "blocks.0", "blocks.2"])],
 )
 def test_what_is_kept_after_backward_is_not_unsharded_by_the_next_forward(
-    world2: World, on: str, recurse: bool, unsharded: list[Any]
+    world2: World, on: str, recurse: bool, unsharded: list[str]
 ) -> None:
-    expected = {name if isinstance(name, str) else GROUPS[name]: 1 for name in unsharded}
-    for got in world2.run(unshards_of_the_next_forward, on, recurse, updates=False):
-        assert got == [expected]
-
-
-def test_what_is_kept_after_backward_is_unsharded_anew_once_the_weights_have_changed(world2: World) -> None:
-    for got in world2.run(unshards_of_the_next_forward, "", True, updates=True):
-        assert got == [dict.fromkeys(GROUPS, 1)]
+    assert world2.run(unshards_of_the_next_forward, on, recurse) == [dict.fromkeys(unsharded, 1)] * 2
 
 
 # --- set_is_last_backward -------------------------------------------------------------------------
@@ -437,47 +421,41 @@ def test_an_empty_list_concerns_its_own_module_only(world2: World) -> None:
 # --- set_gradient_divide_factor -------------------------------------------------------------------
 
 
-def gradients_divided_by(factor: float, on: str, recurse: bool) -> dict[str, Tensor | None]:
+def gradients_divided_by(calls: list[tuple[float, str, bool]]) -> dict[str, Tensor | None]:
+    """After calls of the setter: its factor, the module, and whether it recurses."""
     model = sharded_tower()
-    model.get_submodule(on).set_gradient_divide_factor(factor, recurse=recurse)
+    for factor, on, recurse in calls:
+        model.get_submodule(on).set_gradient_divide_factor(factor, recurse=recurse)
     backward(model)
     return gradients(model)
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("factor", [1, 2.0, 0.5, 3.7, 1e-3, 1e6])
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize(
+    ("world", "factor"), [(1, 2.0), (2, 1), (3, 0.5), (2, 3.7), (3, 1e-3), (2, 1e6)], indirect=["world"]
+)
 def test_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:
     """All ranks have the same batch: the sum is the world size times the plain gradient."""
-    for got in world.run(gradients_divided_by, factor, "", recurse=True):
+    for got in world.run(gradients_divided_by, [(factor, "", True)]):
         assert_close(got, plain_gradients(0), world.size / factor)
 
 
-@pytest.mark.parametrize(("on", "recurse"), [("", False), ("blocks.1", True), ("blocks.1", False)])
-def test_a_factor_concerns_what_it_was_set_on(world2: World, on: str, recurse: bool) -> None:
+@pytest.mark.parametrize(
+    ("calls", "divisors"),
+    [
+        ([(16.0, "", False)], [16.0, 2.0, 2.0, 2.0]),
+        ([(16.0, "blocks.1", True)], [2.0, 2.0, 16.0, 2.0]),
+        ([(16.0, "blocks.1", False)], [2.0, 2.0, 16.0, 2.0]),
+        ([(1.0, "", True), (8.0, "blocks.1", True)], [1.0, 1.0, 8.0, 1.0]),
+    ],
+    ids=["the root alone", "a block", "a block alone", "a later call on a part"],
+)
+def test_a_factor_concerns_what_it_was_set_on(world2: World, calls: list[Any], divisors: list[float]) -> None:
+    """Divisors are those of the root's group and of each block's."""
     want = plain_gradients(0)
-    chosen = {name for name in want if name.startswith("blocks.1.")} if on else set(ROOT)
-    for got in world2.run(gradients_divided_by, 16.0, on, recurse):
-        assert_close({n: got[n] for n in chosen}, {n: want[n] for n in chosen}, 2 / 16)
-        assert_close(
-            {n: got[n] for n in want if n not in chosen}, {n: want[n] for n in want if n not in chosen}
-        )
-
-
-def divided_in_the_parts_of_a_model() -> dict[str, Tensor | None]:
-    model = sharded_tower()
-    model.set_gradient_divide_factor(1.0)
-    model.blocks[1].set_gradient_divide_factor(8.0)
-    backward(model)
-    return gradients(model)
-
-
-def test_a_later_call_on_a_part_changes_that_part(world2: World) -> None:
-    want = plain_gradients(0)
-    for got in world2.run(divided_in_the_parts_of_a_model):
+    for got in world2.run(gradients_divided_by, calls):
         for name in want:
-            factor = 2 / 8 if name.startswith("blocks.1.") else 2.0
-            assert_close({name: got[name]}, {name: want[name]}, factor)
+            block = 0 if name in ROOT else 1 + int(name.split(".")[1])
+            assert_close({name: got[name]}, {name: want[name]}, 2 / divisors[block])
 
 
 def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from failure_models import Chain, block
-from harness import World
 from models import WIDTH, built
 from reference import adamw, mean_of_squares
-from scenario import Side, assert_same, same_as_plain
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,18 +47,15 @@ class Checkpoints(Chain):
         return checkpoint(part, x, use_reentrant=outer)
 
 
-def nested_checkpoints(side: Side, cases: Any, options: Any) -> None:
-    for kinds, creates_graph in cases:
-        model = side.shard_tower(built(Checkpoints, kinds, creates_graph), **options)
-        side.steps(model, adamw(model), range(2))
-
-
+@same_as_plain(2)
 @pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize(("outer", "creates_graph"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_nest_around_a_block_that_differentiates_itself(
-    world2: World, reshard: bool | None
+    side: Side, outer: bool, creates_graph: bool, reshard: bool | None
 ) -> None:
-    inner_keeps = [((outer, False), graph) for outer in (True, False) for graph in (True, False)]
-    assert_same(world2, nested_checkpoints, inner_keeps, {"reshard_after_forward": reshard})
+    model = built(Checkpoints, (outer, False), creates_graph)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(2))
 
 
 class Checkpointed(Chain):
@@ -85,28 +81,3 @@ def test_a_backward_hook_may_evaluate_the_model_that_is_recomputed(side: Side, r
     side.steps(model, adamw(model), range(2), lambda model, x: mean_of_squares(model, x.requires_grad_()))
     assert len(seen) == 2
     side.note_mean("seen", torch.stack(seen))
-
-
-def forces(side: Side, with_energy: bool, options: Any) -> None:
-    """Of the loss on the forces alone, the outlet's bias has no gradient."""
-    model = side.shard_tower(built(Chain, block, block), **options)
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        x = side.inputs(step).requires_grad_()
-        energies = model(x)
-        (force,) = torch.autograd.grad(energies.sum(), x, create_graph=True)
-        loss = force.pow(2).mean() + (energies.pow(2).mean() if with_energy else 0)
-        loss.backward()
-        side.note_mean("loss", loss)
-        side.note_gradients(model)
-        side.assert_settled(model)
-        optimizer.step()
-    side.note_parameters(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_a_loss_on_forces_leaves_nothing_unsharded(world2: World, reshard: bool | None) -> None:
-    for with_energy in (False, True):
-        assert_same(world2, forces, with_energy, {"reshard_after_forward": reshard})

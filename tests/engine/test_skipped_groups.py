@@ -127,9 +127,7 @@ def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int)
 @same_as_plain(2)
 def test_training_with_random_depth_is_plain_training(side: Side) -> None:
     model = built(Deep, seed=0)
-    if side.is_sharded:
-        for module in (*model.layers, model):
-            fully_shard(module, comm_policy=CommPolicy(prefetch=2))
+    side.shard(*model.layers, model, comm_policy=CommPolicy(prefetch=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, order in enumerate(["012345", "0245", "135", "05", "5", "012345", "0123", "3210"]):
         model.order = order

@@ -40,8 +40,9 @@ def test_a_step_before_the_backward_is_refused(world2: World, how: dict[str, Any
         assert "modified by an inplace operation" in steps_before_its_backward(False, how)
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+@pytest.mark.parametrize(
+    ("world", "how"), list(zip([2, 2, 1], WAYS_TO_STEP, strict=True)), indirect=["world"]
+)
 def test_by_default_the_weights_that_backward_begins_with_are_named(
     world: World, how: dict[str, Any]
 ) -> None:
@@ -120,8 +121,9 @@ def penalty_before_a_step(how: dict[str, Any], is_flat: bool) -> str:
     return refusal(penalty.backward)
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize("how", WAYS_TO_STEP, ids=str)
+@pytest.mark.parametrize(
+    ("how", "is_flat"), [*((how, False) for how in WAYS_TO_STEP), ({"foreach": True}, True)], ids=str
+)
 def test_a_step_changes_the_shards_as_well(world2: World, how: dict[str, Any], is_flat: bool) -> None:
     for text in world2.run(penalty_before_a_step, how, is_flat):
         assert "modified inplace" in text or "modified by an inplace" in text
