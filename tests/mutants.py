@@ -54,7 +54,7 @@ TESTS = {
     "comm": [
         "comm",
         "races/test_races.py",
-        "software_gpu/test_training.py",
+        "software_gpu/test_recipes_on_gpus.py",
         "strategies/test_comm_hooks.py",
         "state",
     ],

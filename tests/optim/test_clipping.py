@@ -87,7 +87,7 @@ def clipped_tower(layout: Layout | None, build: Callable[[], nn.Module], **optio
         (LINES[3], uneven_tower),
         *(pytest.param(LINES[size], uneven_tower, marks=pytest.mark.slow) for size in (2, 4)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Layout) else None,
 )
 def test_sharded_gradients_are_clipped_as_plain_ones(
     layout: Layout, build: Callable[[], nn.Module], request: pytest.FixtureRequest

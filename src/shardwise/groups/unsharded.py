@@ -283,12 +283,12 @@ class Unsharded:
             _refuse_changes(self._shards, changed)
 
     def reshard_after_failure(self) -> None:
-        """Return to SHARDED from any state."""
+        """Return to SHARDED from any state, except SUMMONED, which ends with the caller's context."""
         if self.state is UNSHARDING:
             self._finish_all_gather()
         if self.state is PARTLY:
             self._drop_parts()
-        elif self.state is not SHARDED:
+        elif self.state is not SHARDED and self.state is not SUMMONED:
             self._free(SHARDED)
 
     def _drop_parts(self) -> None:
