@@ -23,6 +23,7 @@ from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -483,6 +484,20 @@ def test_the_order_of_parameters_may_differ_by_rank(world4: World) -> None:
     for other_norm, other_calls in others:
         assert other_norm == pytest.approx(norm, rel=1e-15)
         assert other_calls == calls
+
+
+@on_ranks(2)
+def test_it_may_differ_where_equal_meshes_have_different_process_groups() -> None:
+    """A collective on one rank's choice of group would meet none on the other's."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]  # type: ignore[arg-type]
+    assert meshes[0] == meshes[1]
+    model = nn.ModuleList(fully_shard(built(nn.Linear, 4, 3), mesh=mesh) for mesh in meshes)
+    for each in model:
+        each(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    params = list(model.parameters())
+    want = torch.nn.utils.get_total_norm([full(param.grad) for param in params])
+    norm = clip_grad_norm_(params[:: 1 - 2 * dist.get_rank()], 0.1)
+    torch.testing.assert_close(norm, want, rtol=1e-6, atol=0)
 
 
 @on_ranks(2)

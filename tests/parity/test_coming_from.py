@@ -267,7 +267,7 @@ SHOWN_BY: dict[str, str] = {
             "test_a_strategy_keeps_what_the_peers_keeps_and_shows_shards_between_passes"
         ),
         "NO_SHARD HYBRID_SHARD _HYBRID_SHARD_ZERO2": (
-            "test_strategies.test_each_strategy_has_its_own_placements"
+            "test_strategies.test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host"
         ),
         "cpu_offload CPUOffload offload_params move_grads_to_cpu": (
             "test_offloaded_gradients_add_up_without_no_sync"
@@ -278,7 +278,7 @@ SHOWN_BY: dict[str, str] = {
         "CustomPolicy": "test_settings_of_single_modules_are_overrides",
         "enable_wrap wrap": "test_strategies.test_a_module_sharded_before_stays_as_it_is",
         "backward_prefetch BackwardPrefetch BACKWARD_PRE": (
-            "test_prefetch.test_before_the_next_group_is_unsharded_while_a_group_computes"
+            "test_events.test_from_the_second_step_on_the_next_group_is_unsharded_during_the_computation"
         ),
         "BACKWARD_POST": (
             "test_prefetch.test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed"
@@ -288,7 +288,7 @@ SHOWN_BY: dict[str, str] = {
         "mixed_precision MixedPrecision param_dtype reduce_dtype cast_forward_inputs compute_dtype "
         "fp32_reduce_scatter": "test_precision.test_each_tensor_has_the_dtype_that_the_policy_names",
         "buffer_dtype": "test_precision.test_floating_buffers_are_cast_and_others_left",
-        "keep_low_precision_grads": "test_precision.test_gradients_may_stay_in_the_dtype_of_reduction",
+        "keep_low_precision_grads": "test_precision.test_training_equals_a_simulation_of_the_casts",
         "cast_root_forward_inputs": "test_precision.test_each_block_follows_its_own_policy",
         "_module_classes_to_ignore": (
             "test_precision.test_chosen_parameters_stay_in_full_precision_in_the_same_group"
@@ -313,10 +313,10 @@ SHOWN_BY: dict[str, str] = {
         "no_sync": "test_no_sync.test_no_gradient_travels_inside",
         "register_comm_hook": "test_comm_hooks.test_a_hook_written_for_fsdp1_trains_as_the_plain_model",
         "summon_full_params recurse": "test_unsharded.test_recurse_says_which_groups",
-        "writeback": "test_unsharded.test_without_writeback_no_edit_persists",
-        "offload_to_cpu": "test_unsharded.test_offload_to_cpu_persists_edits_as_well",
-        "with_grads": "test_unsharded.test_gradients_are_seen_whole_and_edited",
-        "rank0_only": "test_unsharded.test_rank0_only_fills_the_first_rank_alone",
+        "writeback": "test_unsharded.test_edits_persist_under_every_strategy_and_none_does_without_writeback",
+        "offload_to_cpu": "test_unsharded.test_edits_persist_under_every_strategy_and_none_does_without_writeback",
+        "with_grads": "test_unsharded.test_gradients_are_seen_whole_and_edited_unless_writeback_is_off",
+        "rank0_only": "test_unsharded.test_rank0_only_fills_the_first_rank_alone_gradients_too",
         "state_dict_type set_state_dict_type get_state_dict_type StateDictType StateDictSettings "
         "StateDictConfig SHARDED_STATE_DICT ShardedStateDictConfig use_dtensor state_dict_to_cpu "
         "optim_state_dict sharded_optim_state_dict OptimStateDictConfig ShardedOptimStateDictConfig "
@@ -338,7 +338,7 @@ SHOWN_BY: dict[str, str] = {
         "flatten_parameters gradient_as_bucket_view": ("test_flat_optimizer.test_a_group_is_one_tensor"),
         "reshard_after_forward": "test_settings_of_single_modules_are_overrides",
         "training_step validation_step test_step predict_step setup": (
-            "test_inference.test_with_room_for_all_nothing_travels_after_the_first_forward"
+            "test_inference.test_what_there_is_room_for_travels_once_and_the_others_in_every_forward"
         ),
         "join join_hook join_device join_process_group": (
             "test_inference.test_ranks_may_run_different_numbers_of_forwards"
@@ -371,7 +371,7 @@ SHOWN_BY |= {
     ),
     "accumulation outside no_sync with CPU offload": "test_offloaded_gradients_add_up_without_no_sync",
     "parameters changed between forward and backward": (
-        "test_lost_gradients.test_weights_changed_between_forward_and_backward_are_refused_by_name"
+        "test_steps_between.test_by_default_the_weights_that_backward_begins_with_are_named"
     ),
     "SHARD_GRAD_OP shows full parameters after forward": (
         "test_a_strategy_keeps_what_the_peers_keeps_and_shows_shards_between_passes"
@@ -380,7 +380,7 @@ SHOWN_BY |= {
         "test_composition.test_weights_that_are_kept_in_a_list_are_not_computed_with_untrained"
     ),
     "parameters renamed after wrapping": (
-        "test_changed_parameters.test_what_cannot_be_used_is_refused_with_names"
+        "test_changed_parameters.test_what_cannot_be_used_in_place_of_a_parameter_is_refused_with_names"
     ),
     "rank0_only with writeback": "test_unsharded.test_arguments_that_do_not_fit_are_refused",
     "sync_module_states needs a GPU": (

@@ -324,7 +324,9 @@ class NormPlan:
         places = list(dict.fromkeys(distinct.values()))
         if len(places) > 1:
             places.sort(key=_order)
-        meshes = {mesh: _axes_of(mesh) for mesh in dict.fromkeys(p[0] for p in places if p is not None)}
+        meshes = {
+            mesh: _axes_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
+        }
         agreeing, covering = _axes_to_agree_over(meshes, None in places)
         kinds: dict[GradientPlacement | None, _Column] = {}
         for place in places:
@@ -392,11 +394,11 @@ def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
     return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
 
 
-def _axes_of(mesh: DeviceMesh) -> dict[int, _MeshDim]:
+def _axes_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, _MeshDim]:
     """The mesh dimensions with more than one rank, by index."""
     if mesh.get_coordinate() is None:
         return {}
-    groups = {dim: mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    groups = {dim: passed.group_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
     return {dim: _MeshDim(pg.group_name, pg) for dim, pg in groups.items()}
 
 

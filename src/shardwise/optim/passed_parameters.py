@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, reduce
 from hashlib import blake2b
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,16 +36,28 @@ class PassedParameters:
     def __init__(self, caller: str) -> None:
         self.caller = caller
         self._names: dict[DeviceMesh, list[str]] = {}
+        self._equal: dict[DeviceMesh, dict[int, DeviceMesh]] = {}
 
     def add(self, mesh: DeviceMesh, names: Iterable[str]) -> None:
         """Add parameters that live on ``mesh``."""
         self._names.setdefault(mesh, []).extend(names)
+        self._equal.setdefault(mesh, {})[id(mesh)] = mesh
+
+    def group_of(self, mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+        """The process group of a dimension of ``mesh``.
+
+        Equal meshes may have different ones. The choice depends neither on the order of the parameters, which
+        may differ by rank, nor on the other dimensions.
+        """
+        equal = self._equal.get(mesh, {}).values()
+        return min((each.get_group(dim) for each in equal or [mesh]), key=attrgetter("group_name"))
 
     def along(self, pg: dist.ProcessGroup, others: int, is_on_host: bool) -> "PassedAlong":
         """Those on all ranks of ``pg``, a dimension of their meshes, besides ``others`` kinds."""
         names = ["plain parameters or some on other meshes"] * others
         for mesh, those in self._names.items():
-            if any(group.group_name == pg.group_name for group in mesh.get_all_groups()):
+            equal = self._equal[mesh].values()
+            if any(group.group_name == pg.group_name for each in equal for group in each.get_all_groups()):
                 names += those
         return PassedAlong(self.caller, pg, names, is_on_host)
 
