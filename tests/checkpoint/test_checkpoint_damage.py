@@ -316,7 +316,9 @@ def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path)
     for host in (0, 1):
         folder = tmp_path / f"host-{host}" / "run" / "step-2"
         assert dcp.FileSystemReader(folder).read_metadata().storage_meta.save_id in first
-    assert "copy one of these to all hosts. Nothing was loaded." in first
+    assert (
+        "copy one of these to all hosts; load again if another job was saving. Nothing was loaded." in first
+    )
     shutil.rmtree(tmp_path / "host-1" / "run")
     shutil.copytree(tmp_path / "host-0" / "run", tmp_path / "host-1" / "run")
     run = Run(path=OWN)

@@ -145,6 +145,8 @@ def refused(folder: str) -> list[str]:
     return [
         refusal(resume, f"{folder}/step-1", model).replace(folder, "RUN"),
         refusal(resume, None, model),
+        refusal(resume, f"{folder}/nothing", model, states={"ema": 1}),
+        refusal(resume, f"{folder}/nothing", model, strict=1),
         refusal(resume, f"{folder}/of-rank-{dist.get_rank()}", model).replace(folder, "RUN"),
         refusal(resume, folder, nn.Linear(3, 2)).replace(folder, "RUN"),
     ]
@@ -158,6 +160,8 @@ def test_bad_input_is_refused_on_all_ranks(world2: World, tmp_path: Path) -> Non
         """\
 ValueError: resume: RUN/step-1 is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to resume.
 TypeError: resume: directory is None; pass a folder of checkpoints, as a str or a Path.
+TypeError: states['ema'] is a int, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
+TypeError: resume: strict is 1, an int; pass True or False.
 ValueError: resume: ranks disagree on directory: rank 0 has 'RUN/of-rank-0', rank 1 has 'RUN/of-rank-1'. Pass the same on all ranks.
 ValueError: RUN/step-1: weight has shape (2, 2) in the source and (2, 3) in the model.""",
     )

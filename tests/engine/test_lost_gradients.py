@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from events import observe
+from events import counts, events_of, observe
 from failure_models import (
     Between,
     Branching,
@@ -457,12 +457,17 @@ def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, choice
 def test_blocks_that_are_not_used_get_no_gradient(
     side: Side, use: list[tuple[int, ...]], options: Any
 ) -> None:
-    """Nor do they stay unsharded."""
+    """Nor do they stay unsharded, nor is anything of theirs reduced."""
     model = side.shard_tower(built(Branching), **options)
     optimizer = adamw(model)
     for step, used in enumerate(use):
         model.used = used
+        events = events_of(model) if side.is_sharded else []
         side.step(model, optimizer, step)
+        reduced = counts(events, "reduce")
+        assert not side.is_sharded or [f"blocks.{i}" in reduced for i in range(3)] == [
+            i in used for i in range(3)
+        ]
     side.note_parameters(model)
 
 
@@ -514,8 +519,8 @@ def unshards_of_frozen_blocks() -> dict[str, int]:
 
 
 def test_frozen_blocks_that_no_gradient_reaches_are_unsharded_once(world2: World) -> None:
-    for counts in world2.run(unshards_of_frozen_blocks):
-        assert counts == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
+    for found in world2.run(unshards_of_frozen_blocks):
+        assert found == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
 
 
 # --- backward through backward --------------------------------------------------------------------

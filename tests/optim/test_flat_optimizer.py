@@ -673,8 +673,11 @@ def continued(path: str, saver: str, loader: str) -> bool:
     return True
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("pair", [("flat", "plain"), ("plain", "flat"), ("flat", "flat")], ids="-".join)
+@pytest.mark.parametrize(
+    "pair",
+    [("flat", "plain"), ("plain", "flat"), pytest.param(("flat", "flat"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_checkpoints_and_state_dicts_are_those_of_the_optimizer_without_it(
     world2: World, world3: World, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
@@ -945,10 +948,24 @@ def between_steps(side: Side, kind: Kind, action: Any) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("kind", STEPPED, ids=str)
+BETWEEN = [*ACTIONS, leave_the_group_for_good, cast]
+GAPS = [
+    (drop_some_gradients, kind) for kind in STEPPED
+]  # which cut a group into runs, by what the kind keeps
+
+
 @pytest.mark.parametrize(
-    "action", [*ACTIONS, leave_the_group_for_good, cast], ids=lambda action: action.__name__
+    ("action", "kind"),
+    [
+        pytest.param(
+            action,
+            kind,
+            id=f"{action.__name__}-{kind}",
+            marks=() if number % len(STEPPED) == turn or (action, kind) in GAPS else pytest.mark.slow,
+        )
+        for number, action in enumerate(BETWEEN)
+        for turn, kind in enumerate(STEPPED)
+    ],
 )
 def test_it_steps_as_in_plain_pytorch_whatever_happens_between(
     world2: World, kind: Kind, action: Any

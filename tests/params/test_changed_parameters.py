@@ -257,7 +257,13 @@ def replace_weight(module: Any, value: Tensor, *, is_sharded: bool = True) -> No
     module.weight = nn.Parameter(new)
 
 
+def rename(module: Any) -> None:
+    module.kernel = module.weight
+    del module.weight
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "under another name": lambda model: rename(model.blocks[0].up),
     "a plain one": lambda model: replace_weight(model.blocks[0].up, torch.ones(13, 7), is_sharded=False),
     "another shape": lambda model: replace_weight(model.blocks[0].up, torch.ones(13, 9)),
     "none": lambda model: setattr(model.blocks[0].up, "bias", None),
@@ -285,6 +291,7 @@ def test_what_cannot_be_used_in_place_of_a_parameter_is_refused_with_names(world
     assert_expected_inline(
         "\n".join(f"{change}: {text}" for change, text in zip(CHANGES, first, strict=True)),
         """\
+under another name: RuntimeError: blocks.0.up.weight: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 a plain one: RuntimeError: blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.
 another shape: RuntimeError: blocks.0.up.weight: the parameter was replaced after fully_shard by a DTensor of shape (13, 9) with placements (Shard(dim=0),) on a mesh of shape (2,), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.
 none: RuntimeError: blocks.0.up.bias: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.

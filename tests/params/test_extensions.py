@@ -9,6 +9,7 @@ Rows divide by the number of ranks, or do not; what arrives has the rows of the 
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -106,11 +107,20 @@ TRAINED: dict[str, type[Wrapper]] = {
 }
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("kind", TRAINED.values(), ids=TRAINED)
-@pytest.mark.parametrize("reshard", [True, False])
-@any_rows
-@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+ALWAYS = [
+    *((2, 5, True, RowScaled), (4, 8, False, RowScaled), (2, 5, False, TravelsLow), (4, 5, True, TravelsLow)),
+    *((1, 8, True, KnowsAll), (2, 5, True, KnowsAll), (4, 5, True, UnflattensFromThree)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "reshard", "kind"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in product([1, 2, 4], [5, 8], [True, False], TRAINED.values())
+    ],
+    indirect=["world"],
+)
 def test_weights_that_all_gather_themselves_are_trained(
     world: World, rows: int, reshard: bool, kind: type[Wrapper]
 ) -> None:

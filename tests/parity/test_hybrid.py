@@ -372,6 +372,8 @@ OFTEN = {
     "replicated_over_both",
     "second_of_two",
     "cube_sharded_over_two",
+    "cube_replicated_over_two",
+    "first_of_two_replicated",
 }
 
 

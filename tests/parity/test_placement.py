@@ -339,8 +339,15 @@ MIXTURES = {
 }
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(
+    "experts",
+    [
+        pytest.param(
+            each, id=name, marks=() if name in ("from_torch", "hybrid", "kept") else pytest.mark.slow
+        )
+        for name, each in MIXTURES.items()
+    ],
+)
 def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
     expected = plain_experts(experts)
     for rank, found in enumerate(world4.run(trained_experts, experts)):

@@ -150,7 +150,7 @@ def fails_for_the_second(param: nn.Parameter) -> Shard:
 
 
 NO_PLACEMENTS = [
-    *(Shard(5), Shard(2), Shard(-3), Replicate(), Partial(), "0", 0, True, Shard, (Shard(0),)),
+    *(Shard(5), Shard(-3), Shard(2), Replicate(), Partial(), "0", 0, True, Shard, (Shard(0),)),
 ]
 NO_RESULTS: list[dict[str, Any]] = [
     {"placement": Shard(0)},

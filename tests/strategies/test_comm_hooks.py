@@ -678,7 +678,11 @@ def regression_on_ranks(strategy: str, hook: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("strategy", "hook"),
-    [("zero3", FORGETFUL), pytest.param("ddp", HALF, marks=pytest.mark.slow)],
+    [
+        ("ddp", INT8),
+        pytest.param("zero3", FORGETFUL, marks=pytest.mark.slow),
+        pytest.param("ddp", HALF, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_compressed_training_arrives_where_exact_training_does(

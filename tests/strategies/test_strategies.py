@@ -421,6 +421,8 @@ def default_meshes(local: str | None) -> dict[str, Any]:
             where = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
             found[strategy] = (weight.placements, *where)
             mean_of_squares(model, random_batch(0, 12)[dist.get_rank() * 3 :][:3]).backward()
+            for param in model.parameters():
+                assert getattr(param.grad, "placements", None) == getattr(param, "placements", None)
             found[f"gradient under {strategy}"] = whole(weight.grad)
     return found
 

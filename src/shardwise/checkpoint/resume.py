@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.arguments import check_type
+from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint.folders import absolute, newest
 from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.pending import all_ranks, saves_of
+from shardwise.checkpoint.stateful import check_objects
 from shardwise.ranks.failures import monitored
-from shardwise.state.named_state import OptimizerOrMany
+from shardwise.state.named_state import OptimizerOrMany, as_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def resume(
     checkpoint it has found, or that it found none.
 
     Args:
-        directory: where the folders `step-10`, `step-20` and so on are.
+        directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
         model: see :func:`load_checkpoint`, also for the following arguments.
         optimizer: one, or several.
         states: objects whose states are loaded, by name.
@@ -50,7 +51,8 @@ def resume(
         What was loaded besides the model and the optimizer. Its `step` is the one that was saved.
 
     Raises:
-        ValueError: `directory` is itself a checkpoint; or as :func:`load_checkpoint` raises.
+        ValueError: `directory` is itself a checkpoint, or not the same on all ranks; or as
+            :func:`load_checkpoint` raises.
         FileNotFoundError: a rank's host does not see the checkpoint that the first rank has found.
         PermissionError: this process may not read it.
 
@@ -66,11 +68,19 @@ def resume(
     rank_group = all_ranks()
     if (last := saves_of(rank_group).last) is not None:
         last.end_before_next()
-    wanted = "a folder of checkpoints, as a str or a Path"
-    rank_group.run_on_all_ranks(
-        lambda: check_type("resume", "directory", directory, wanted, str, os.PathLike)
-    )
-    place = absolute(directory)
+    flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
+
+    def check() -> Path:
+        """Also of what is used only if there is a checkpoint: a mistake shows in the first run."""
+        wanted = "a folder of checkpoints, as a str or a Path"
+        check_type("resume", "directory", directory, wanted, str, os.PathLike)
+        check_module("resume", model)
+        check_flags("resume", **flags)
+        as_optimizers(optimizer)
+        check_objects(states)
+        return absolute(directory)
+
+    place = rank_group.run_on_all_ranks(check)
     rank_group.agree("resume", {"directory": str(place)})
     found = rank_group.run_on_all_ranks(
         lambda: newest("resume", place) if rank_group.is_first else None, says_rank=False
@@ -80,13 +90,4 @@ def resume(
         _log.info("resume: %s", f"no checkpoint in {place}" if latest is None else latest)
     if latest is None:
         return Loaded(None, {}, None, None)
-    return load_checkpoint(
-        latest,
-        model,
-        optimizer,
-        states=states,
-        strict=strict,
-        convert_dtype=convert_dtype,
-        verify=verify,
-        trust=trust,
-    )
+    return load_checkpoint(latest, model, optimizer, states=states, **flags)

@@ -198,7 +198,7 @@ class UnshardedGroups:
                 group.unsharded.sync_versions()  # written with equal contents, as by a load
 
     def reshard_after_failure(self) -> None:
-        """Reshard all groups from any state."""
+        """Reshard all groups from any state, except those in the caller's ``unsharded()``."""
         self.awaits_backward = False
         for group in self.reasons:
             group.unsharded.reshard_after_failure()
