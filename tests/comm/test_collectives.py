@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from lending import lent_buffers
 from torch import Tensor, nn
 
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -26,7 +27,7 @@ from shardwise.comm.communicators import (
     make_communicator,
 )
 from shardwise.comm.reduce_scatter import ReduceScatter
-from shardwise.comm.streams import HostStream, Scratch
+from shardwise.comm.streams import HostStream
 from shardwise.layout.slots import Layout, Slot, plan_layout
 from shardwise.torch_compat import c10d
 
@@ -100,25 +101,8 @@ def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-class Lending(HostStream):
-    """Knows which buffers it has not been given back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lent: list[Scratch] = []
-
-    def acquire(self, *args: Any) -> Scratch:
-        scratch = super().acquire(*args)
-        self.lent.append(scratch)
-        return scratch
-
-    def release(self, scratch: Scratch) -> None:
-        self.lent.remove(scratch)
-        super().release(scratch)
-
-
 def all_gather_everything() -> None:
-    expected, stream = full_values(0), Lending()
+    expected = full_values(0)
     for limit, comm in product(LIMITS, communicators()):
         layout = layout_of(limit)
         shard = FlatShard(layout, dist.get_rank(), CPU)
@@ -128,8 +112,9 @@ def all_gather_everything() -> None:
         for _ in range(2):  # again, into the same buffer
             gathered.free()
             gathered.allocate()
-            gather.start(stream, gather.cut(shard.bytes))()
-            assert not stream.lent
+            with lent_buffers() as lent:
+                gather.start(HostStream(), gather.cut(shard.bytes))()
+            assert not lent.out
             for slot, value in zip(layout.slots, expected, strict=True):
                 assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), limit, slot)
 
@@ -140,7 +125,7 @@ def test_every_rank_all_gathers_every_parameter(world: World) -> None:
 
 
 def reduce_everything(missing: int | None, divisor: float) -> None:
-    world, rank, stream = dist.get_world_size(), dist.get_rank(), Lending()
+    world, rank = dist.get_world_size(), dist.get_rank()
     of_ranks = [full_values(seed) for seed in range(world)]
     sums = [torch.stack([values[i] for values in of_ranks]).sum(0) / divisor for i in range(len(SHAPES))]
     wanted = [dtype.is_floating_point and i != missing for i, (_, dtype, _) in enumerate(SHAPES)]
@@ -151,10 +136,11 @@ def reduce_everything(missing: int | None, divisor: float) -> None:
         output = torch.zeros(layout.shard_bytes, dtype=torch.uint8)
         reduce = ReduceScatter(comm, layout, CPU)
         place = partial(getattr, SimpleNamespace(output=output), "output")
-        finishes = [reduce.start(stream, part, gradients, place, divisor) for part in reduce.parts]
-        for finish in finishes:
-            finish()
-        assert not stream.lent
+        with lent_buffers() as lent:
+            finishes = [reduce.start(HostStream(), part, gradients, place, divisor) for part in reduce.parts]
+            for finish in finishes:
+                finish()
+        assert not lent.out
         views = FlatShard(layout, rank, CPU)
         views.bytes.copy_(output)
         for view, want, value in zip(views.views, wanted, expected, strict=True):

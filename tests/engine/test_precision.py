@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from lending import lent_buffers
 from meshed import gradients_of, parameters_of, part, tensors_of, whole
 from models import (
     built,
@@ -40,7 +40,6 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.comm.streams import HostStream, Scratch
 from shardwise.layout.precision import precision_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -1033,25 +1032,8 @@ def test_equal_precisions_are_one_object() -> None:
 
 @on_ranks(2)
 def test_buffers_that_casts_and_packing_borrow_are_given_back() -> None:
-    lent: list[Scratch] = []
-    acquire, release = HostStream.acquire, HostStream.release
-    count = 0
-
-    def lend(self: HostStream, *args: Any) -> Scratch:
-        nonlocal count
-        count += 1
-        lent.append(acquire(self, *args))
-        return lent[-1]
-
-    def take_back(self: HostStream, scratch: Scratch) -> None:
-        lent.remove(scratch)
-        release(self, scratch)
-
-    with (
-        mock.patch.object(HostStream, "acquire", lend),
-        mock.patch.object(HostStream, "release", take_back),
-    ):
+    with lent_buffers() as lent:
         model = shard_tower(built(even_tower).float(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
         model(random_batch(0, 4).float()).sum().backward()
-    assert count > 0
-    assert not lent
+    assert lent.total > 0
+    assert not lent.out

@@ -84,12 +84,12 @@ def test_groups_that_are_resharded_after_forward_are_unsharded_for_each_half_of_
         assert rank.events["unshard"] == rank.events["free"] == GROUPS * uses[pipe]
 
 
-@pytest.mark.parametrize(("schedule", "syncs"), [("1F1B", True), ("ZBVZeroBubble", False)])
-def test_gradients_of_several_steps_add_up(world2: World, world4: World, schedule: str, syncs: bool) -> None:
-    """1F1B between two ranks."""
-    shape = (2, 2) if schedule == "1F1B" else (1, 2)
-    pipeline = Pipeline(schedule, shape, accumulate=2, syncs=syncs)
-    got = trained(world4 if schedule == "1F1B" else world2, pipeline)
+@pytest.mark.parametrize(
+    ("world", "schedule", "syncs"), [(4, "1F1B", True), (2, "ZBVZeroBubble", False)], indirect=["world"]
+)
+def test_gradients_of_several_steps_add_up(world: World, schedule: str, syncs: bool) -> None:
+    pipeline = Pipeline(schedule, (world.size // 2, 2), accumulate=2, syncs=syncs)
+    got = trained(world, pipeline)
     assert_trains_alike(got, pipeline)
     assert_reduces_once(pipeline, got)
 
@@ -150,14 +150,14 @@ def test_evaluation_between_steps_of_accumulation_changes_no_gradient(world1: Wo
 # --- stages of frameworks, which know torch's name ------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    ("world", "schedule"), [(4, "1F1B"), (2, "InterleavedZeroBubble")], indirect=["world"]
+)
 def test_a_stage_that_install_has_put_in_the_place_of_torchs_becomes_ours(
-    world2: World, world4: World, schedule: str
+    world: World, schedule: str
 ) -> None:
-    """1F1B between two ranks."""
-    shape = (2, 2) if schedule == "1F1B" else (1, 2)
-    pipeline = Pipeline(schedule, shape, microbatches=2, kind=InstalledStage)
-    got = trained(world4 if schedule == "1F1B" else world2, pipeline)
+    pipeline = Pipeline(schedule, (world.size // 2, 2), microbatches=2, kind=InstalledStage)
+    got = trained(world, pipeline)
     assert_trains_alike(got, pipeline)
     assert_reduces_once(pipeline, got)
 

@@ -151,9 +151,7 @@ def load_checkpoint(
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
         place = folders.given("load_checkpoint", path)
-        check_module("load_checkpoint", model)
-        check_flags("load_checkpoint", **flags)
-        return place, as_optimizers(optimizer), check_objects(states)
+        return place, *checked("load_checkpoint", model, optimizer, states, flags)
 
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
     told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
@@ -161,6 +159,19 @@ def load_checkpoint(
     with ExitStack() as files:
         manifest = rank_group.run_on_all_ranks(lambda: _opened(files, place, verify, trust))
         return _load(rank_group, manifest, model, optimizers, stateful, **flags)
+
+
+def checked(
+    caller: str,
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None,
+    states: dict[str, Any] | None,
+    flags: dict[str, bool],
+) -> tuple[Optimizers, dict[str, Any]]:
+    """The optimizers and objects to load into; refuses what no checkpoint could be loaded with."""
+    check_module(caller, model)
+    check_flags(caller, **flags)
+    return as_optimizers(optimizer), check_objects(states)
 
 
 def _load(

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.arguments import check_flags, check_module, check_type
+from shardwise.arguments import check_type
 from shardwise.checkpoint.folders import absolute, newest
-from shardwise.checkpoint.load import Loaded, load_checkpoint
+from shardwise.checkpoint.load import Loaded, checked, load_checkpoint
 from shardwise.checkpoint.pending import all_ranks, saves_of
-from shardwise.checkpoint.stateful import check_objects
 from shardwise.ranks.failures import monitored
-from shardwise.state.named_state import OptimizerOrMany, as_optimizers
+from shardwise.state.named_state import OptimizerOrMany
 
 _log = logging.getLogger(__name__)
 
@@ -74,10 +73,7 @@ def resume(
         """Also of what is used only if there is a checkpoint: a mistake shows in the first run."""
         wanted = "a folder of checkpoints, as a str or a Path"
         check_type("resume", "directory", directory, wanted, str, os.PathLike)
-        check_module("resume", model)
-        check_flags("resume", **flags)
-        as_optimizers(optimizer)
-        check_objects(states)
+        checked("resume", model, optimizer, states, flags)
         return absolute(directory)
 
     place = rank_group.run_on_all_ranks(check)

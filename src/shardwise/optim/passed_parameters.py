@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, reduce
 from hashlib import blake2b
+from itertools import chain
 from operator import attrgetter, or_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,13 +36,14 @@ class PassedParameters:
 
     def __init__(self, caller: str) -> None:
         self.caller = caller
-        self._names: dict[DeviceMesh, list[str]] = {}
-        self._equal: dict[DeviceMesh, dict[int, DeviceMesh]] = {}
+        # For meshes that are equal: the names, and these meshes by id.
+        self._on: dict[DeviceMesh, tuple[list[str], dict[int, DeviceMesh]]] = {}
 
     def add(self, mesh: DeviceMesh, names: Iterable[str]) -> None:
         """Add parameters that live on ``mesh``."""
-        self._names.setdefault(mesh, []).extend(names)
-        self._equal.setdefault(mesh, {})[id(mesh)] = mesh
+        own, equal = self._on.setdefault(mesh, ([], {}))
+        own.extend(names)
+        equal[id(mesh)] = mesh
 
     def group_of(self, mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
         """The process group of a dimension of ``mesh``.
@@ -49,16 +51,16 @@ class PassedParameters:
         Equal meshes may have different ones. The choice depends neither on the order of the parameters, which
         may differ by rank, nor on the other dimensions.
         """
-        equal = self._equal.get(mesh, {}).values()
-        return min((each.get_group(dim) for each in equal or [mesh]), key=attrgetter("group_name"))
+        _, equal = self._on.get(mesh, ([], {id(mesh): mesh}))
+        return min((each.get_group(dim) for each in equal.values()), key=attrgetter("group_name"))
 
     def along(self, pg: dist.ProcessGroup, others: int, is_on_host: bool) -> "PassedAlong":
         """Those on all ranks of ``pg``, a dimension of their meshes, besides ``others`` kinds."""
         names = ["plain parameters or some on other meshes"] * others
-        for mesh, those in self._names.items():
-            equal = self._equal[mesh].values()
-            if any(group.group_name == pg.group_name for each in equal for group in each.get_all_groups()):
-                names += those
+        for own, equal in self._on.values():
+            groups = chain.from_iterable(mesh.get_all_groups() for mesh in equal.values())
+            if any(group.group_name == pg.group_name for group in groups):
+                names += own
         return PassedAlong(self.caller, pg, names, is_on_host)
 
 
