@@ -42,11 +42,17 @@ def fail_on_rank_1_while_others_wait() -> None:
 
 
 def fail_everywhere() -> None:
+    print("about to fail", file=sys.stderr)
     raise LookupError("the same everywhere")
+
+
+def write_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def crash_on_rank_1() -> None:
     if dist.get_rank() == 1:
+        print("about to crash", file=sys.stderr)
         ctypes.string_at(0)  # reads address 0
 
 
@@ -136,6 +142,14 @@ def test_ranks_that_fail_alike_are_reported_once(world2: World) -> None:
     with pytest.raises(WorkerError, match="on a world of 2: ranks 0, 1 failed\n") as caught:
         world2.run(fail_everywhere)
     assert str(caught.value).count("LookupError: the same everywhere") == 1
+    assert str(caught.value).endswith("It has written to stderr:\nabout to fail")
+
+
+def test_what_earlier_tasks_wrote_to_stderr_is_not_reported(world1: World) -> None:
+    world1.run(write_to_stderr, "earlier")
+    with pytest.raises(WorkerError) as caught:
+        world1.run(fail_everywhere)
+    assert "earlier" not in str(caught.value)
 
 
 def test_a_world_works_again_after_a_failure(world2: World) -> None:
@@ -152,6 +166,8 @@ def test_a_crash_is_reported_with_its_signal_and_stack(world2: World) -> None:
     assert (caught.value.failed, caught.value.silent) == ([1], [])
     assert "the process died: signal SIGSEGV" in str(caught.value)
     assert "in crash_on_rank_1" in str(caught.value)
+    assert "about to crash\n" in str(caught.value)
+    assert "gloo::transport::tcp::Loop::run()" in str(caught.value)  # a thread without Python
 
 
 def test_a_hang_is_reported_with_every_stack(world2: World) -> None:

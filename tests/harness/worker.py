@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.strict import strict
 
-STACK_SIGNAL = signal.SIGUSR2  # programs under test may take SIGUSR1, as batch systems send it
+# Programs under test may take SIGUSR1, as batch systems send it; torch takes SIGUSR2 when a process crashes.
+STACK_SIGNAL = signal.SIGVTALRM
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,26 @@ def serve(conn: Connection, seat: Seat) -> None:
     _die_with_parent()
     _settle_process()
     with open(seat.stack_path, "w") as stacks:
-        # Both work while the rank is stuck in C++, with or without the GIL.
-        faulthandler.enable(stacks)
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        _write_last_words_to(stacks)
         conn.send_bytes(pickle.dumps(_answer(_join, seat)))
         while True:
             try:
                 task = conn.recv_bytes()
             except EOFError:
                 os._exit(0)
+            stacks.seek(0)
+            stacks.truncate()  # what earlier tasks have written to stderr
             conn.send_bytes(pickle.dumps(_answer(_execute, task)))
+
+
+def _write_last_words_to(file: TextIO) -> None:
+    """Have a crash write all that can be known: the C++ stack of each thread, the Python stacks, and why."""
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
+    # Both work while the rank is stuck in C++, with or without the GIL.
+    faulthandler.enable(file)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    # There C++ and libc say why they end a process, and torch writes the stacks of C++.
+    os.dup2(file.fileno(), sys.stderr.fileno())
 
 
 def _die_with_parent() -> None:

@@ -170,6 +170,8 @@ def _receive(worker: _Worker) -> Answer:
     try:
         answer = pickle.loads(worker.conn.recv_bytes())
         assert isinstance(answer, Answer)
+        if answer.error and (written := worker.stack_path.read_text()):
+            return Answer(error=f"{answer.error}It has written to stderr:\n{written}")
         return answer
     except (EOFError, ConnectionResetError):
         return Answer(error=_epitaph(worker))
@@ -181,5 +183,5 @@ def _epitaph(worker: _Worker) -> str:
     cause = f"exit code {code}"
     if code is not None and code < 0:
         cause = f"signal {signal.Signals(-code).name}"
-    # On a crash faulthandler has left the stack there.
+    # On a crash faulthandler and torch have left the stacks there.
     return f"the process died: {cause}\n{worker.stack_path.read_text()}"
