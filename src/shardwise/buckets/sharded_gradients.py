@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.communication import Communication
-from shardwise.comm.buffers import LocalViews, buffer_for, local_views, typed_range
+from shardwise.comm.buffers import LocalViews, local_views, typed_range
 from shardwise.comm.reduce_scatter import ReduceScatter
 from shardwise.comm.reduction import Hook, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
@@ -314,7 +314,7 @@ class BucketReduction:
         """Take over the waiting sums of ``before``, made for the same parameters and perhaps other dtypes."""
         if before.earlier is None:
             return
-        self.earlier = buffer_for(self._layout, self._mesh.device, is_filled=False)
+        self.earlier = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._mesh.device)
         self._has_sum = before._has_sum
         rank = self._mesh.shard_axis.rank
         views, old = (

@@ -35,12 +35,9 @@ class FlatShard:
             view.copy_(local)
 
 
-def buffer_for(layout: Layout, device: torch.device, *, is_filled: bool) -> Tensor:
-    """A buffer laid out as a flat shard, with zeros where nothing will be written.
-
-    ``is_filled``: every parameter will be written.
-    """
-    make = torch.empty if is_filled and not layout.has_padding else torch.zeros
+def buffer_for(layout: Layout, device: torch.device) -> Tensor:
+    """A buffer laid out as a flat shard, for every parameter to be written, with zeros in between."""
+    make = torch.zeros if layout.has_gaps else torch.empty
     return make(layout.shard_bytes, dtype=torch.uint8, device=device)
 
 

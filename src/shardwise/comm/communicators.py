@@ -30,6 +30,8 @@ class Communicator:
     """No parameter has its own collective, however large."""
     pool: BufferPool | None = None
     """The source of buffers of packed pieces, if not the stream."""
+    is_alone = False
+    """Whether there is a single rank."""
     channel = 0
     """A number that separates this bucket's messages from those of other buckets."""
     sums_are_bitwise_equal = False
@@ -83,6 +85,8 @@ def factor_before_sum(dtype: torch.dtype, divisor: float) -> float:
 
 class SingleRank(Communicator):
     """A world of one: sharded and unsharded parameters are the same bytes."""
+
+    is_alone = True
 
     sums_are_bitwise_equal = True
 

@@ -49,6 +49,7 @@ class ReduceScatter:
         """``part_bytes``: the smallest part; None: the default of the communicator."""
         self._comm = comm
         self.layout = layout
+        self.is_alone = comm.is_alone
         self.device = device
         least = comm.smallest_part_bytes if part_bytes is None else part_bytes
         # A communicator that packs everything gets one call, even on a single rank, where all are direct.

@@ -121,7 +121,7 @@ class Reduction:
         ahead of an optimizer that runs on another stream.
         """
         if self.output is None:
-            self.output = buffer_for(self._layout, self._reduce.device, is_filled=self._is_filled)
+            self.output = buffer_for(self._layout, self._reduce.device)
         return self.output
 
     def _start_alike(self, start: Callable[[], Finish], agree: Agree, indices: Sequence[int]) -> Finish:
@@ -132,6 +132,13 @@ class Reduction:
             agree(self._sums(), indices)
 
         return finish_alike
+
+    def _zero_absent(self) -> Finish:
+        """Write zeros for parameters of which no gradient was sent: the next stage adds up whole segments."""
+        for slot, is_present in zip(self._layout.slots, self.present, strict=True):
+            if not is_present:
+                self._sums()[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
+        return nothing
 
     def release_part(self) -> None:
         """Wait for the oldest part in flight, and drop its gradients."""
@@ -149,9 +156,11 @@ class Reduction:
     def close(self, stage: SecondStage) -> None:
         """All parts are sent; ``stage`` processes the sums."""
         self._stage = stage
+        if not all(self.present):
+            self._last_event = self._streams.reduce_scatter.submit(self._zero_absent).end
         assert self.output is not None  # a part was sent
         self.arrives_on_host = stage.device != self.output.device
-        if self._streams.are_device_streams:
+        if self._streams.are_device_streams or self._reduce.is_alone:
             self.advance()
 
     def advance(self) -> None:
@@ -202,7 +211,7 @@ class Reduction:
     def _move(self, stage: SecondStage, source: Tensor) -> None:
         """Cast to the dtype of ``.grad`` on the device of the sums, then copy to the device of the shards."""
         if stage.layout is not self._layout:
-            cast = buffer_for(stage.layout, source.device, is_filled=True)
+            cast = buffer_for(stage.layout, source.device)
             cast_buffer(source, self._layout, cast, stage.layout)
             self._scratch.append(source)
             source = cast

@@ -164,9 +164,14 @@ class Layout:
         return sum(prod(slot.shape) * slot.itemsize for slot in self.slots)
 
     @cached_property
+    def has_gaps(self) -> bool:
+        """True if some elements of the flat shard lie between the chunks of parameters."""
+        return any(slot.chunk_numel != slot.padded_numel for slot in self.slots)
+
+    @cached_property
     def has_padding(self) -> bool:
         """True if some elements of the flat shard belong to no parameter."""
-        return any(not s.is_even or s.chunk_numel != s.padded_numel for s in self.slots)
+        return self.has_gaps or not all(slot.is_even for slot in self.slots)
 
     @cached_property
     def segments(self) -> list[BufferSegment]:
