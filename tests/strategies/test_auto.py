@@ -383,15 +383,14 @@ def test_nothing_fits(world2: World) -> None:
         text,
         """\
 ValueError: shard_model: strategy "auto" finds nothing that fits in
-memory='9kB', of which a tenth stays free: ddp takes least, 26.04 kB
-at its peak (backward of blocks.0), 17.94 kB too much. memory=28934
-would be enough. Else: more ranks to shard over, activation
-checkpointing, a smaller batch, smaller groups (wrap=), or computing
-in bfloat16 (mp_policy=); shardwise.estimate(...) tells how far each
-goes. tried  peak, kB  in                    exposed, kB  sent, kB
-fits
+memory='9kB', of which a tenth stays free: ddp takes least, 23.92 kB
+at its peak (optimizer), 15.82 kB too much. memory=26578 would be
+enough. Else: more ranks to shard over, activation_checkpointing=True,
+a smaller batch, smaller groups (wrap=), or computing in bfloat16
+(mp_policy="bf16"); shardwise.estimate(...) tells how far each goes.
+tried  peak, kB  in                    exposed, kB  sent, kB  fits
 ------------------------------------------------------------------ ddp
-26.04  backward of blocks.0         5.39      5.39  no zero2     33.03
+23.92  optimizer                    5.39      5.39  no zero2     33.03
 backward of blocks.0         5.47      5.47  no zero3     33.03
 backward of blocks.0         6.66      6.66  no Assumed: optimizer
 adamw, a batch of float64 (2, 8) on each rank.""",
