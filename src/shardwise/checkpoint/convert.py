@@ -1,6 +1,6 @@
 """Conversions between checkpoints and model files: by one process, in the memory of one file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest
 from shardwise.checkpoint.reading import read_objects
 from shardwise.checkpoint.stateful import STATES
 from shardwise.checkpoint.writing import write
+from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.rank_group import RankGroup
@@ -55,9 +56,6 @@ def to_safetensors(
         FileExistsError: there are safetensors files in ``directory``.
         ImportError, TypeError, RuntimeError: as by :func:`shardwise.state.save_safetensors`.
     """
-    check_bytes("convert", "max_shard_bytes", max_shard_bytes)
-    check_floating("convert", dtype)
-    import_safetensors()
     with ExitStack() as stack:
         manifest = opened(stack, source, verify, trust=False)
         manifest.check()
@@ -67,24 +65,56 @@ def to_safetensors(
             for name, at in keys.items()
             if (md := manifest.tensor(at)) is not None and "_extra_state" not in name.split(".")
         }
-        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
-        check_dtypes("convert", dict(zip(tensors, dtypes, strict=True)))
-        job = FileJob("convert", directory, [], torch.device("cpu"))
-        job.run_on_all_ranks(job.prepare)
-        files = plan_files(tensors, dtypes, max_shard_bytes)
-        try:
-            for file in files:
-                found = read_objects(manifest, [keys[name] for name in file.names], verify, trust=False)
-                own = {
-                    name: found.pop(keys[name]).to(kind)
-                    for name, kind in zip(file.names, file.dtypes, strict=True)
-                }
-                job.write([(file, own)], {"format": "pt"})
-            job.run_on_all_ranks(lambda: job.finish(files))
-        except BaseException:
-            job.clear()
-            raise
+
+        def read(names: Sequence[str]) -> list[Tensor]:
+            found = read_objects(manifest, [keys[name] for name in names], verify, trust=False)
+            return [found[keys[name]] for name in names]
+
+        _write(directory, tensors, read, dtype, max_shard_bytes)
     return [name for name in keys if name not in tensors]
+
+
+def zero_to_safetensors(
+    source: Path, directory: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the weights of a checkpoint of DeepSpeed's ZeRO: the trained ones as the optimizer has them, in
+    float32, frozen ones and buffers as the model has them. Tied parameters are written once.
+
+    Arguments and errors as of :func:`to_safetensors`, and:
+
+    Raises:
+        NotImplementedError: the model was split by tensor or pipeline parallelism.
+    """
+    files = ZeroFiles(source)
+    _write(
+        directory, files.tensors, lambda names: [files.read(name) for name in names], dtype, max_shard_bytes
+    )
+
+
+def _write(
+    directory: Path,
+    tensors: dict[str, Tensor],
+    read: Callable[[Sequence[str]], list[Tensor]],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    """Write ``tensors``, of the meta device, with the values that ``read`` returns for their names."""
+    check_bytes("convert", "max_shard_bytes", max_shard_bytes)
+    check_floating("convert", dtype)
+    import_safetensors()
+    dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
+    check_dtypes("convert", dict(zip(tensors, dtypes, strict=True)))
+    job = FileJob("convert", directory, [], torch.device("cpu"))
+    job.run_on_all_ranks(job.prepare)
+    files = plan_files(tensors, dtypes, max_shard_bytes)
+    try:
+        for file in files:
+            values = zip(file.names, read(file.names), file.dtypes, strict=True)
+            job.write([(file, {name: value.to(kind) for name, value, kind in values})], {"format": "pt"})
+        job.run_on_all_ranks(lambda: job.finish(files))
+    except BaseException:
+        job.clear()
+        raise
 
 
 def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:

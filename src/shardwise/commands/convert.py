@@ -1,13 +1,16 @@
 """Convert a checkpoint to safetensors files, or safetensors files to a checkpoint.
 
     python -m shardwise convert run/step-1000 out --dtype bf16
+    python -m shardwise convert zero/global_step1000 out
     python -m shardwise convert out run/step-0
 
 A checkpoint is a folder with a file .metadata, from save_checkpoint or torch.distributed.checkpoint (FSDP1,
-FSDP2, torchtitan and others). Its model is written in the form that from_pretrained and load_full_state_dict
-read; the optimizer's state is left out. Any other source is a folder, an index or a file of safetensors, and
-becomes a checkpoint for load_checkpoint(path, model). One process converts, and holds one file at a time
-(--shard-size).
+FSDP2, torchtitan and others), or a folder of DeepSpeed's ZeRO, which is read without DeepSpeed: trained
+weights in float32, as its optimizer has them. The model is written in the form that from_pretrained and
+load_full_state_dict read; the optimizer's state is left out.
+
+Any other source is a folder, an index or a file of safetensors, and becomes a checkpoint for
+load_checkpoint(path, model). One process converts, and holds one file at a time (--shard-size).
 """
 
 import argparse
@@ -16,7 +19,8 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.convert import MODEL_KEYS, from_safetensors, to_safetensors
+from shardwise.checkpoint.convert import MODEL_KEYS, from_safetensors, to_safetensors, zero_to_safetensors
+from shardwise.checkpoint.zero_files import zero_folder
 from shardwise.commands import UsageError
 from shardwise.dry_run.arguments import memory_in_bytes
 from shardwise.layout.fqns import listed
@@ -51,15 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> list[str]:
     """Convert; returns what was left out."""
     source, target = arguments.source, arguments.target
+    dtype, num_bytes = DTYPES.get(arguments.dtype), memory_in_bytes("convert", arguments.shard_size)
     if folders.found(source) is not None:
+        verify = not arguments.no_verify
         return to_safetensors(
-            source,
-            target,
-            key=arguments.key,
-            dtype=DTYPES.get(arguments.dtype),
-            max_shard_bytes=memory_in_bytes("convert", arguments.shard_size),
-            verify=not arguments.no_verify,
+            source, target, key=arguments.key, dtype=dtype, max_shard_bytes=num_bytes, verify=verify
         )
+    if source.is_dir() and (zero := zero_folder(source)) is not None:
+        zero_to_safetensors(zero, target, dtype=dtype, max_shard_bytes=num_bytes)
+        return []
     if not (source.is_file() or any(source.glob("*.safetensors"))):
         why = folders.why_not_a_checkpoint(source)
         raise UsageError(f"{source} holds no safetensors and is not a checkpoint: {why}.")

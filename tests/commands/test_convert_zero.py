@@ -1,0 +1,188 @@
+"""`python -m shardwise convert` reads what DeepSpeed's ZeRO saves, without DeepSpeed.
+
+The files here are made as DeepSpeed 0.19.8 makes them; tests/interop/test_deepspeed.py has DeepSpeed make some.
+"""
+
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwise.__main__ import main
+
+WORLD = 3
+TRAINED = [{"a.weight": (4, 5), "a.bias": (4,)}, {"b.weight": (7, 2)}]  # by param group; nothing divides by 3
+FROZEN = {"frozen": (5,)}
+
+
+def values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: shape for group in (*TRAINED, FROZEN) for name, shape in group.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Classes of the names that stand in its files; they are gone when those are read."""
+
+    class LossScaler:
+        def __init__(self) -> None:
+            self.cur_scale = 1.0
+
+    class ZeroStageEnum(enum.IntEnum):
+        gradients = 2
+        weights = 3
+
+    classes = {
+        "deepspeed.runtime.fp16.loss_scaler": LossScaler,
+        "deepspeed.runtime.zero.config": ZeroStageEnum,
+    }
+    with monkeypatch.context() as patch:
+        for parent in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.zero"):
+            patch.setitem(sys.modules, parent, types.ModuleType(parent))
+        for name, each in classes.items():
+            each.__module__, each.__qualname__ = name, each.__name__
+            module = types.ModuleType(name)
+            setattr(module, each.__name__, each)
+            patch.setitem(sys.modules, name, module)
+        yield types.SimpleNamespace(LossScaler=LossScaler, ZeroStageEnum=ZeroStageEnum)
+
+
+def parts_of(value: Tensor) -> list[Tensor]:
+    """Equal parts for the ranks, padded at the end."""
+    size = -(-value.numel() // WORLD)
+    flat = torch.zeros(size * WORLD)
+    flat[: value.numel()] = value.flatten()
+    return list(flat.split(size))
+
+
+def save_zero(folder: Path, stage: int, deepspeed: Any, paddings: list[list[int]] | None = None) -> None:
+    folder.mkdir(parents=True)
+    whole = values()
+    module = {name: value.bfloat16() for name, value in whole.items()} | {
+        "tied": whole["a.weight"].bfloat16()
+    }
+    model: dict[str, Any] = {
+        "module": module | {"buffer": torch.arange(3)},
+        "buffer_names": ["buffer"],
+        "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in TRAINED],
+        "frozen_param_shapes": {name: torch.Size(shape) for name, shape in FROZEN.items()},
+        "shared_params": {"tied": "a.weight"},
+        "dp_world_size": WORLD,
+    }
+    common = {"loss_scaler": deepspeed.LossScaler(), "zero_stage": deepspeed.ZeroStageEnum(stage)}
+    if stage == 3:
+        groups = [
+            [torch.cat([parts_of(whole[n])[rank] for n in group]) for group in TRAINED]
+            for rank in range(WORLD)
+        ]
+        states = [common | {"fp32_flat_groups": groups[rank]} for rank in range(WORLD)]
+        for rank in range(WORLD):
+            frozen = {name: parts_of(whole[name].float())[rank].bfloat16() for name in FROZEN}
+            empty = {name: value.new_empty(0) for name, value in module.items()} | {"buffer": torch.arange(3)}
+            own = model | {"module": empty, "frozen_param_fragments": frozen}
+            torch.save(own, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    else:
+        own_paddings = paddings or [[0] * len(group) for group in TRAINED]
+        flats = [
+            torch.cat(
+                [torch.cat([whole[n].flatten(), torch.zeros(p)]) for n, p in zip(group, pads, strict=True)]
+            )
+            for group, pads in zip(TRAINED, own_paddings, strict=True)
+        ]
+        cut = [parts_of(flat) for flat in flats]
+        more = {} if paddings is None else {"param_alignment_paddings": paddings}
+        states = [
+            common | more | {"single_partition_of_fp32_groups": [each[rank] for each in cut]}
+            for rank in range(WORLD)
+        ]
+        torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank, state in enumerate(states):
+        path = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, path)
+
+
+def converted(source: Path, out: Path, *options: str) -> dict[str, Tensor]:
+    assert main(["convert", str(source), str(out), *options]) == 0
+    return {
+        name: value for path in sorted(out.glob("*.safetensors")) for name, value in load_file(path).items()
+    }
+
+
+def assert_all_there(found: dict[str, Tensor]) -> None:
+    whole = values()
+    assert found.keys() == whole.keys() | {"buffer"}  # tied weights once
+    assert torch.equal(found["buffer"], torch.arange(3))
+    for name, value in whole.items():
+        wanted = value.bfloat16() if name in FROZEN else value
+        assert torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize("paddings", [None, [[4, 1], [3]]], ids=["plain", "aligned"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trained_weights_are_those_of_the_optimizer(
+    tmp_path: Path,
+    deepspeed: Any,
+    stage: int,
+    paddings: list[list[int]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_zero(tmp_path / "run" / "global_step3", stage, deepspeed, paddings)
+    (tmp_path / "run" / "latest").write_text("global_step3\n")
+    for name in [name for name in sys.modules if name.startswith("deepspeed")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert_all_there(converted(tmp_path / "run", tmp_path / "out"))
+    # Also the folder itself, and file by file.
+    assert_all_there(converted(tmp_path / "run" / "global_step3", tmp_path / "again", "--shard-size", "100B"))
+
+
+def test_without_an_optimizers_parts_the_weights_are_the_models(tmp_path: Path, deepspeed: Any) -> None:
+    """Stage 0 has none."""
+    save_zero(tmp_path / "saved", 2, deepspeed)
+    for path in (tmp_path / "saved").glob("*optim_states.pt"):
+        path.unlink()
+    found = converted(tmp_path / "saved", tmp_path / "out")
+    for name, value in values().items():
+        assert torch.equal(found[name], value.bfloat16())
+
+
+def test_what_is_incomplete_or_split_otherwise_is_refused(
+    tmp_path: Path, deepspeed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = []
+
+    def refuse(name: str) -> None:
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        lines.append(capsys.readouterr().err.replace(str(tmp_path), "TMP"))
+        assert not (tmp_path / "out").exists()
+
+    for name in ("lost", "short", "split", "strange"):
+        save_zero(tmp_path / name, 3, deepspeed)
+    optimizer = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tmp_path / "lost" / optimizer).unlink()
+    refuse("lost")
+    state = torch.load(tmp_path / "short" / optimizer, weights_only=False)
+    state["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.zeros(1)
+    torch.save(state, tmp_path / "short" / optimizer)
+    refuse("short")
+    (tmp_path / "split" / optimizer).rename(
+        tmp_path / "split" / optimizer.replace("mp_rank_00", "mp_rank_01")
+    )
+    refuse("split")
+    path = tmp_path / "strange" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save(torch.load(path) | {"client": types.SimpleNamespace(step=3)}, path)
+    refuse("strange")
+    assert_expected_inline("".join(lines), """\
+python -m shardwise convert: TMP/lost has no *_optim_states.pt of rank 1 of 3, and so lacks a part of each weight. Copy the files of all hosts into one folder.
+python -m shardwise convert: TMP/short is damaged: parts of a.weight, a.bias, b.weight are too short.
+python -m shardwise convert: TMP/split holds a model that was split by tensor or pipeline parallelism, or experts in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself (save_16bit_model, or its converter to universal checkpoints).
+python -m shardwise convert: TMP/strange/zero_pp_rank_0_mp_rank_00_model_states.pt cannot be read: making objects of types.SimpleNamespace could run any code. Save without client_state.
+""")
