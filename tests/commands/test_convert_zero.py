@@ -180,9 +180,12 @@ def test_what_is_incomplete_or_split_otherwise_is_refused(
     path = tmp_path / "strange" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save(torch.load(path) | {"client": types.SimpleNamespace(step=3)}, path)
     refuse("strange")
-    assert_expected_inline("".join(lines), """\
+    assert_expected_inline(
+        "".join(lines),
+        """\
 python -m shardwise convert: TMP/lost has no *_optim_states.pt of rank 1 of 3, and so lacks a part of each weight. Copy the files of all hosts into one folder.
 python -m shardwise convert: TMP/short is damaged: parts of a.weight, a.bias, b.weight are too short.
 python -m shardwise convert: TMP/split holds a model that was split by tensor or pipeline parallelism, or experts in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself (save_16bit_model, or its converter to universal checkpoints).
 python -m shardwise convert: TMP/strange/zero_pp_rank_0_mp_rank_00_model_states.pt cannot be read: making objects of types.SimpleNamespace could run any code. Save without client_state.
-""")
+""",
+    )
