@@ -59,9 +59,9 @@ def given(caller: str, path: Any) -> Path:
     """The folder that a call is about."""
     if path is None and caller == "load_checkpoint":
         raise TypeError(
-            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "load_checkpoint: path is None. latest_checkpoint returns None if it finds no "
             "checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), "
-            "which loads the newest one on all ranks, if there is one; and have checkpoints on a file system "
+            "which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system "
             "that all hosts share."
         )
     check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
@@ -266,8 +266,8 @@ def publish(save: Save) -> None:
         sync(save.path.parent)
         return
     raise FileExistsError(
-        f"{save.path}: another job saves there again and again, so that this save could not be moved there. "
-        "What is there is the other's. Give each job a path of its own."
+        f"{save.path}: another job keeps saving to this path, so this save could not be moved there. The "
+        "checkpoint there is that of the other job. Give each job its own path."
     )
 
 

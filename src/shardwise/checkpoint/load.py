@@ -345,9 +345,8 @@ def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[
     own = list(map(kind_of, optimizers))
     if saved is not None and not set(own) <= set(saved):
         raise ValueError(
-            f"{manifest.path} holds the state of {listed(saved)}, and is to be loaded into {listed(own)}. "
-            "The state of one kind of optimizer means nothing to another: build the same, or load the model "
-            "alone."
+            f"{manifest.path} holds the state of {listed(saved)}, but is loaded into {listed(own)}. One "
+            "kind of optimizer cannot use the state of another: build the same kind, or load only the model."
         )
 
 

@@ -178,8 +178,8 @@ class FSDPModule:
 
         Args:
             unshard_in_backward: False saves an all-gather if backward does not read the parameters, as for an
-                embedding. A backward that does read them raises autograd's error about variables "modified by
-                an inplace operation", since their memory was freed.
+                embedding. A backward that does read them raises autograd's error about variables
+                "modified by an inplace operation", since their memory was freed.
         """
         _set_flag(self, "unshard_in_backward", unshard_in_backward, recurse=False)
 

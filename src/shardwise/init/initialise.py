@@ -302,7 +302,7 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
     ]
     if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
         raise RuntimeError(
-            f"sync_module_states: rank {dist.get_rank()} is to send them, or has nobody to take them from: "
+            f"sync_module_states: rank {dist.get_rank()} must send them, or no other rank can: "
             f"{meta_message(names)}"
         )
     if any(tensor.is_meta for _, tensor in named):

@@ -59,7 +59,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.dw_builder is not None:
             raise ValueError(
                 f"PipelineStage {self.stage_index}: it was given a dw_builder, which computes gradients of "
-                "weights that nobody would reduce. Leave it out: schedules split backwards without it."
+                "weights that would not be reduced. Leave it out: schedules split backwards without it."
             )
         if self.has_backward:
             self._microbatches = microbatches_of(self.submod, self.stage_index)

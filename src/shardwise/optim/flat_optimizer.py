@@ -326,8 +326,8 @@ def _check(optimizer: Any, elementwise: Any) -> None:
     if "step" in vars(optimizer):
         raise ValueError(
             f"FlatOptimizer: step() of this {type(optimizer).__name__} was wrapped, as learning rate "
-            "schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, "
-            "and schedulers from it."
+            "schedulers do, and would still step parameter by parameter. Create the FlatOptimizer first, and "
+            "then schedulers for it."
         )
     if "state" not in vars(optimizer):
         raise ValueError(
@@ -370,7 +370,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             param for location, param in enumerate(params) if any(param is p for p in params[:location])
         )
         raise ValueError(
-            f"FlatOptimizer: {_name(twice)} stands twice in group {index} of {kind}, and would be stepped "
+            f"FlatOptimizer: {_name(twice)} appears twice in group {index} of {kind}, and would be stepped "
             "twice. Leave one out."
         )
 

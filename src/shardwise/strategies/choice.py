@@ -136,10 +136,10 @@ def message_that_nothing_fits(trials: Sequence[Trial], memory: Any, usable: int,
     table = "\n".join(_table(trials, usable))
     return (
         f'shard_model: strategy "auto" finds nothing that fits in memory={memory!r}, of which a tenth stays '
-        f"free: {least} takes least, {peak} at its peak ({least.where}), {missing} too much. "
+        f"free: {least} needs least, {peak} at its peak ({least.where}), {missing} too much. "
         f"memory={-(-least.num_bytes * 10 // 9)} would be enough. Else: more ranks to shard over, activation "
         "checkpointing, a smaller batch, smaller groups (wrap=), or computing in bfloat16 (mp_policy=); "
-        f"shardwise.estimate(...) tells how far each goes.\n{table}\nAssumed: {assumptions}."
+        f"shardwise.estimate(...) shows how much each saves.\n{table}\nAssumed: {assumptions}."
     )
 
 

@@ -88,8 +88,8 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], dict[str
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(
-                f"{_NAME}: state is {state!r}, which {type(hook).__name__} has no use for: it keeps what it "
-                "needs by itself. Pass None."
+                f"{_NAME}: state is {state!r}, which {type(hook).__name__} does not use: it keeps its own. "
+                "Pass None."
             )
         if isinstance(hook, LowPrecisionReduction):
             own = unless_alone(LowPrecisionCollectives, hook.dtype)
@@ -132,7 +132,7 @@ def _check_group(module_state: ModuleState, divides_as_usual: bool) -> None:
         )
     for other in _ELSEWHERE:
         if other in group.choices:
-            raise ValueError(f"{_NAME}: {group.name} was told by {other} how to reduce. Use one of the two.")
+            raise ValueError(f"{_NAME}: {other} has set how {group.name} reduces. Use one of the two.")
     if group.settings.divide_factor is not None and not divides_as_usual:
         raise ValueError(
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "

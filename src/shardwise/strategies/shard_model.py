@@ -223,7 +223,7 @@ def _refuse_beside_auto(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f'shard_model: {name} does not go with strategy="auto", which chooses for all groups alike, '
+                f'shard_model: {name} does not work with strategy="auto", which chooses for all groups, '
                 "with shards on the device and on dim 0. Leave it out, or name a strategy."
             )
 

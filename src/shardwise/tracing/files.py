@@ -93,8 +93,8 @@ def read_json(path: Path) -> list[Recording]:
         return [Recording.from_dict(each) for each in found]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"merge_traces: {path} is no trace of this library ({type(error).__name__}: {error}). Give the "
-            "files that trace.save() wrote on each rank with the ending .json."
+            f"merge_traces: {path} is not a trace of this library ({type(error).__name__}: {error}). Give "
+            "the files that trace.save() wrote on each rank with the ending .json."
         ) from error
 
 
