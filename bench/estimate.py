@@ -107,7 +107,7 @@ def estimated(
         world=sizes,
         strategy=strategy,
         batch=batch_of(0, options),
-        checkpointing=is_checkpointed,
+        activation_checkpointing=is_checkpointed,
         device=device,
     ).rows[0]
     found = {"parameters": row.parameters, "gradients": row.gradients, "state": row.optimizer_state}
@@ -199,7 +199,7 @@ torch.set_num_threads(1)
 model = on_meta("1t", {layers})
 start = time.process_time()
 found = shardwise.estimate(
-    model, world=1024, strategy="zero3", batch="1x4096,1x4096", checkpointing=True
+    model, world=1024, strategy="zero3", batch="1x4096,1x4096", activation_checkpointing=True
 )
 seconds = time.process_time() - start
 print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, str(found)]))

@@ -183,6 +183,41 @@ def test_microbatches_add_up_however_they_are_deferred(
     assert_all_same(ranks, accumulated(None, patterns, {}))
 
 
+class Heads(nn.Module):
+    """Both matrices are in one group; a step may use either, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        return sum(getattr(self, name)(x) for name in names.split())  # type: ignore[return-value]
+
+
+def absent_at_first(layout: Layout | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Heads().double()
+    if layout is not None:
+        shardwise.fully_shard(model, mesh=layout.mesh())
+    torch.use_deterministic_algorithms(True)  # torch.empty() is then filled with NaN
+    try:
+        for microbatch, (what, names) in enumerate([(SCATTER, "first"), (ALL, "first second")]):
+            announce(model, what)
+            model(layout_inputs(layout, microbatch), names).pow(2).mean().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(4, SQUARE), (2, REPLICAS)], ids=["square", "replicas"], indirect=["world"]
+)
+def test_a_parameter_without_a_gradient_in_one_microbatch_adds_nothing_to_the_next(
+    world: World, layout: Layout
+) -> None:
+    assert_as_plain(world, absent_at_first, layout)
+
+
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
     if how == "by_hand":
         for param in model.parameters():

@@ -48,8 +48,8 @@ def test_a_table_for_people() -> None:
 
 strategy    checkpointing  parameters  gradients  state  unsharded  activations  forward  backward  optimizer  peak in               sent                         fits
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------------
-ddp 8       no                  26.26      26.26  52.52       8.93         6.72    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
-ddp 8       yes                 26.26      26.26  52.52       8.93         6.56    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
+ddp 8       no                  26.26      26.26  52.52       8.93        10.79    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
+ddp 8       yes                 26.26      26.26  52.52       8.93        10.63    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
 zero2 8     no                   3.28       3.28   6.57      13.14         2.52    24.49     53.65      15.84  backward of blocks.1  shard 34.49                  yes
 zero2 8     yes                  3.28       3.28   6.57      13.14         2.36    24.36     53.57      15.84  backward of blocks.1  shard 34.49                  yes
 hybrid 2x4  no                   6.57       6.57  13.13       8.93         2.52    31.07     63.63      29.10  backward of blocks.1  shard 35.85, replicate 6.57  yes
@@ -61,7 +61,9 @@ hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36 
 
 @pytest.mark.slow
 def test_what_would_have_to_change_where_nothing_fits() -> None:
-    found = estimate(on_meta(), world=2, strategy="zero3", batch=BATCH, checkpointing=False, memory="45MB")
+    found = estimate(
+        on_meta(), world=2, strategy="zero3", batch=BATCH, activation_checkpointing=False, memory="45MB"
+    )
     assert not found.fitting()
     assert_expected_inline(
         str(found).partition("\n\nNone")[2],
@@ -76,7 +78,11 @@ def test_what_would_have_to_change_where_nothing_fits() -> None:
     (by_ranks,) = [change for change in found.changes if change.what.endswith("ranks")]
     assert by_ranks.fits
     again = estimate(
-        on_meta(), world=int(by_ranks.what.split()[0]), strategy="zero3", batch=BATCH, checkpointing=False
+        on_meta(),
+        world=int(by_ranks.what.split()[0]),
+        strategy="zero3",
+        batch=BATCH,
+        activation_checkpointing=False,
     )
     assert again.rows[0].peak.num_bytes == by_ranks.num_bytes < 45e6
 
@@ -120,7 +126,7 @@ def test_every_optimizer_by_name() -> None:
 
 
 def test_json_has_every_figure(tmp_path: Path) -> None:
-    found = estimate(on_meta(depth=1), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
+    found = estimate(on_meta(depth=2), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
     read = json.loads(found.to_json())
     assert [(row["strategy"], row["checkpointing"]) for row in read["rows"]] == [
         ("zero2", False), ("zero2", True), ("zero3", False), ("zero3", True),
@@ -134,6 +140,15 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_without_blocks_has_no_row_with_checkpointing() -> None:
+    assert [
+        row.is_checkpointed
+        for row in estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:f32").rows
+    ] == [False]
+    with pytest.raises(ValueError, match="activation_checkpointing=True chooses no module inside the Linear"):
+        estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:f32", activation_checkpointing=True)
+
+
 def test_checkpointing_keeps_less_of_activations() -> None:
     without, with_it = estimate(on_meta(depth=6), world=4, strategy="zero3", batch=torch.empty(999, 512)).rows
     assert (without.is_checkpointed, with_it.is_checkpointed) == (False, True)
@@ -171,7 +186,7 @@ def what_there_is(model: nn.Module) -> list[Any]:
 def test_nothing_is_left_behind() -> None:
     model = Tower(width=512, hidden=1024)  # on the host, with values
     before, values = what_there_is(model), [p.detach().clone() for p in model.parameters()]
-    estimate(model, world=(2, 4), strategy=["zero1", "hybrid"], batch=BATCH, checkpointing=True)
+    estimate(model, world=(2, 4), strategy=["zero1", "hybrid"], batch=BATCH, activation_checkpointing=True)
     with pytest.raises(ValueError, match="failed on tensors like the batch"):
         estimate(model, world=8, batch="3")
     assert what_there_is(model) == before
@@ -260,7 +275,12 @@ def test_names_of_process_groups_are_free_again() -> None:
 
 def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
     """But copies for two groups, and reduced gradients of three; tests/software_gpu compares with an allocator."""
-    options: dict[str, Any] = {"world": 2, "strategy": "zero3", "batch": BATCH, "checkpointing": False}
+    options: dict[str, Any] = {
+        "world": 2,
+        "strategy": "zero3",
+        "batch": BATCH,
+        "activation_checkpointing": False,
+    }
     (kept,) = estimate(on_meta(), **options).rows
     found = estimate(on_meta(), offload_policy="cpu", **options)
     (moved,) = found.rows
@@ -284,7 +304,12 @@ def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
 
 
 def test_whole_parameters_are_on_the_device_while_they_are_used() -> None:
-    options: dict[str, Any] = {"world": 2, "strategy": "ddp", "batch": BATCH, "checkpointing": False}
+    options: dict[str, Any] = {
+        "world": 2,
+        "strategy": "ddp",
+        "batch": BATCH,
+        "activation_checkpointing": False,
+    }
     (row,) = estimate(on_meta(depth=1), offload_policy="cpu", **options).rows
     assert row.peaks["forward"].num_bytes > row.parameters
 
@@ -329,7 +354,7 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             {"world": 8, "batch": "8x512:fp32", "loss": lambda output: output.nope},
             r"estimate: loss\(\) on the output of the Tower failed on.*: AttributeError",
         ),
-        ({"world": 8, "checkpointing": True}, "checkpointing=True needs a batch"),
+        ({"world": 8, "activation_checkpointing": True}, "activation_checkpointing needs a batch"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
@@ -352,9 +377,9 @@ def test_bad_types_are_refused() -> None:
 
 def test_the_callers_modes_do_not_matter() -> None:
     model = on_meta(depth=1)
-    plain = estimate(model, world=4, strategy="zero3", batch=BATCH, checkpointing=False)
+    plain = estimate(model, world=4, strategy="zero3", batch=BATCH, activation_checkpointing=False)
     with torch.no_grad(), torch.device("meta"):
-        found = estimate(model, world=4, strategy="zero3", batch=BATCH, checkpointing=False)
+        found = estimate(model, world=4, strategy="zero3", batch=BATCH, activation_checkpointing=False)
     assert found.to_json() == plain.to_json()
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         estimate(model.requires_grad_(False), world=4)
@@ -365,7 +390,7 @@ def test_a_model_of_tokens_with_tied_weights_and_buffers() -> None:
         model = LanguageModel(vocabulary=64, width=32)
     model.head.weight = model.embed.weight
     model.register_buffer("table", torch.zeros(1000, 1000, device="meta"))
-    (row,) = estimate(model, world=2, strategy="zero3", batch="2x9", checkpointing=False).rows
+    (row,) = estimate(model, world=2, strategy="zero3", batch="2x9", activation_checkpointing=False).rows
     whole = sum(p.numel() * 4 for p in model.parameters())
     assert row.parameters == pytest.approx(whole / 2, rel=0.02)
     assert row.peak.by_kind["buffers and batch"] >= 4_000_000

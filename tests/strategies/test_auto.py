@@ -385,10 +385,10 @@ def test_nothing_fits(world2: World) -> None:
 ValueError: shard_model: strategy "auto" finds nothing that fits in
 memory='9kB', of which a tenth stays free: ddp needs least, 23.92 kB
 at its peak (optimizer), 15.82 kB too much. memory=26578 would be
-enough. Else: more ranks to shard over, activation checkpointing, a
-smaller batch, smaller groups (wrap=), or computing in bfloat16
-(mp_policy=); shardwise.estimate(...) shows how much each saves. tried
-peak, kB  in                    exposed, kB  sent, kB  fits
+enough. Else: more ranks to shard over, activation_checkpointing=True,
+a smaller batch, smaller groups (wrap=), or computing in bfloat16
+(mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.
+tried  peak, kB  in                    exposed, kB  sent, kB  fits
 ------------------------------------------------------------------ ddp
 23.92  optimizer                    5.39      5.39  no zero2     33.03
 backward of blocks.0         5.47      5.47  no zero3     33.03

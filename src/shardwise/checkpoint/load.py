@@ -158,7 +158,7 @@ def load_checkpoint(
     told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
     rank_group.agree("load_checkpoint", told | flags)
     with ExitStack() as files:
-        manifest = rank_group.run_on_all_ranks(lambda: _opened(files, place, verify, trust))
+        manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
         return _load(rank_group, manifest, model, optimizers, stateful, **flags)
 
 
@@ -272,7 +272,7 @@ def _planned_on_meta(
         raise
 
 
-def _opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
+def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
     """The checkpoint at `path`; `files` closes it."""
     for trials_left in reversed(range(folders.TRIALS)):
         folders.refuse_forbidden(path / folders.METADATA)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
                 world=arguments.world,
                 strategy=arguments.strategy,
                 batch=arguments.batch or batch,
-                checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
+                activation_checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
                 mp_policy=arguments.mp,
                 offload_policy=arguments.offload,
                 optimizer=arguments.optimizer,

@@ -1,14 +1,13 @@
 """A copy of a model without memory: on the meta device, to be sharded there, and then of fake tensors."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.layout.fqns import clean
 from shardwise.torch_compat import nn_modules
@@ -59,12 +58,6 @@ def make_fake(model: nn.Module) -> None:
 
 
 # --- other forwards -------------------------------------------------------------------------------
-
-
-def checkpoint_blocks(blocks: Iterable[Any]) -> None:
-    """Have each of ``blocks`` keep its inputs alone, and run its forward again in backward."""
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Reading(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicators import GlooExchange, unless_alone
-from shardwise.dry_run.fake_model import checkpoint_blocks, make_fake, meta_copy, without_computation
+from shardwise.dry_run.fake_model import make_fake, meta_copy, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (
     ACTIVATIONS,
@@ -50,15 +50,13 @@ class DryRunPlan:
 
     ``shape``: the mesh, sizes of its dimensions by name. ``shard`` shards the model over that mesh. ``call``
     runs forward; None: no computation, so that no activations are known. ``optimizer`` makes the optimizer of
-    a list of parameters. ``is_checkpointed``: blocks keep their inputs alone. ``on_host``: communication is
-    gloo's, of training on the host.
+    a list of parameters. ``on_host``: communication is gloo's, of training on the host.
     """
 
     shape: dict[str, int]
     shard: Callable[[nn.Module, DeviceMesh], Any]
     optimizer: Callable[[list[nn.Parameter]], Several]
     call: Callable[[], Call] | None = None
-    is_checkpointed: bool = False
     on_host: bool = False
 
 
@@ -137,7 +135,8 @@ def dry_run(model: nn.Module, plan: DryRunPlan) -> Step:
         module_states = sharded_module_states(model)
         if plan.on_host:
             _use_gloo([module_state.group for module_state in module_states])
-        _change_forwards(model, module_states, plan)
+        if plan.call is None:
+            _compute_nothing(model, module_states)
         with tensor_impl.fake_tensors(), RecordingMode(log):
             make_fake(model)
             step = _Rehearsal(model, module_states, plan, log)
@@ -177,14 +176,10 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
         group.take_stock()
 
 
-def _change_forwards(model: nn.Module, module_states: Sequence[ModuleState], plan: DryRunPlan) -> None:
-    """What the plan says of computation."""
+def _compute_nothing(model: nn.Module, module_states: Sequence[ModuleState]) -> None:
     groups = [module_state.group for module_state in module_states]
-    if plan.call is None:
-        sites = [[(site.module, site.name) for p in g.shards.params for site in p.sites] for g in groups]
-        without_computation(model, [(g.modules, own) for g, own in zip(groups, sites, strict=True)])
-    elif plan.is_checkpointed:
-        checkpoint_blocks(module for group in groups for module in group.modules if module is not model)
+    sites = [[(site.module, site.name) for p in g.shards.params for site in p.sites] for g in groups]
+    without_computation(model, [(g.modules, own) for g, own in zip(groups, sites, strict=True)])
 
 
 class _Rehearsal:

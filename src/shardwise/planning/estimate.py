@@ -17,9 +17,11 @@ from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
 from shardwise.setup.validation import check_offload, check_precision
 from shardwise.strategies import shard_model
+from shardwise.strategies.block_options import ActivationCheckpointing
 from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
 from shardwise.strategies.overrides import offload_named, precision_named
-from shardwise.strategies.wrap_policies import Wrap
+from shardwise.strategies.wrap_policies import Wrap, as_policy
+from shardwise.strategies.wrapping import chosen
 
 
 def estimate(
@@ -29,7 +31,7 @@ def estimate(
     strategy: Strategy | Sequence[Strategy] | None = None,
     batch: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
-    checkpointing: bool | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
     mp_policy: MixedPrecisionPolicyLike | str | None = None,
     offload_policy: OffloadPolicy | CPUOffloadPolicyLike | str | None = None,
     optimizer: Any = "adamw",
@@ -60,8 +62,8 @@ def estimate(
             ``"8x4096:bf16"``), separated by commas. None: activations are left out, and groups are taken to
             run in the order in which they are registered.
         loss: a function that makes a scalar of the output of forward. None: the output's ``loss``, or a sum.
-        checkpointing: True: each block keeps its inputs alone and is run again in backward; False: as the
-            model is; None: both, if there is a batch.
+        activation_checkpointing: as in :func:`shard_model`; False: as the model is; None: both False and, if
+            there is a batch, True.
         mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that and reduce in
             float32.
         offload_policy: as in :func:`fully_shard`; or ``"cpu"``, for :class:`CPUOffloadPolicy`. Peaks are then
@@ -95,9 +97,10 @@ def estimate(
     check_model("estimate", model)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
-    if checkpointing and batch is None:
+    is_checkpointed = activation_checkpointing not in (None, False)
+    if is_checkpointed and batch is None:
         raise ValueError(
-            "estimate: checkpointing=True needs a batch: without one no activations are counted."
+            "estimate: activation_checkpointing needs a batch: without one no activations are counted."
         )
     is_offloaded = check_offload(offload_named("estimate", offload_policy))
     if is_offloaded and device == "cpu":
@@ -116,10 +119,13 @@ def estimate(
         is_offloaded,
         optimizer_named("estimate", optimizer, is_foreach=device == "cuda"),
         wrap,
+        activation_checkpointing if is_checkpointed else _of_blocks(model, wrap, batch),
         on_host=device == "cpu",
         progress=_Progress(progress),
     )
-    choices = [False, True] if checkpointing is None and batch is not None else [bool(checkpointing)]
+    choices = [is_checkpointed]
+    if activation_checkpointing is None and options.checkpointing is not None:
+        choices = [False, True]
     options.progress.total = len(strategies) * len(choices)
     rows = tuple(options.run(name, sizes, choice) for name in strategies for choice in choices)
     numel = sum(param.numel() for param in model.parameters())
@@ -128,6 +134,11 @@ def estimate(
         found = replace(found, changes=tuple(_changes(options, found, sizes, limit)))
     options.progress.end()
     return found
+
+
+def _of_blocks(model: nn.Module, wrap: Any, batch: Any) -> bool | None:
+    """Activation checkpointing of the blocks, if there are any, and activations to count."""
+    return True if batch is not None and chosen(as_policy(wrap), model, frozenset()) else None
 
 
 # --- the world and its strategies -----------------------------------------------------------------
@@ -208,6 +219,7 @@ class _Options:
     is_offloaded: bool
     optimizer: Callable[[list[nn.Parameter]], Several]
     wrap: Any
+    checkpointing: Any  # None: there is nothing to checkpoint
     on_host: bool
     progress: "_Progress"
 
@@ -215,19 +227,20 @@ class _Options:
         """The figures of one strategy."""
         self.progress.begin(strategy + (" with checkpointing" if is_checkpointed else ""))
         shape = _mesh_shape(strategy, sizes)
-        shard = partial(self._shard, strategy)
-        plan = DryRunPlan(shape, shard, self.optimizer, self.call, is_checkpointed, self.on_host)
+        shard = partial(self._shard, strategy, self.checkpointing if is_checkpointed else False)
+        plan = DryRunPlan(shape, shard, self.optimizer, self.call, self.on_host)
         step = dry_run(self.model, plan)
         has_batch = self.call is not None
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
 
-    def _shard(self, strategy: Any, model: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard(self, strategy: Any, checkpointing: Any, model: nn.Module, mesh: DeviceMesh) -> None:
         shard_model(
             model,
             strategy=strategy,
             wrap=self.wrap,
             mesh=mesh,
             mp_policy=self.mp_policy,
+            activation_checkpointing=checkpointing,
             check_equal_weights=False,
         )
 
@@ -248,7 +261,7 @@ def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: 
         for other in _strategies_for(None, sizes)
         if other not in tried
     }
-    if options.call is not None and not any(row.is_checkpointed for row in found.rows):
+    if options.checkpointing is not None and not any(row.is_checkpointed for row in found.rows):
         peaks["activation checkpointing"] = options.run(name, sizes, True).peak.num_bytes
     if options.mp_policy is None and any(p.dtype is torch.float32 for p in options.model.parameters()):
         in_bf16 = replace(options, mp_policy=precision_named("estimate", "bf16"))

@@ -76,26 +76,26 @@ def save_safetensors(
     """
     axes, device = axes_of_model(model), device_of_model(model)
 
-    def planned() -> tuple[dict[str, Tensor], list[_File]]:
+    def planned() -> tuple[dict[str, Tensor], list[ModelFile]]:
         check_at_rest(model, "save_safetensors")
         _check_arguments(directory, max_shard_bytes, dtype, metadata)
         import_safetensors()
         tensors = each_once((entry.name, entry.value) for entry in entries_of(model) if entry.is_tensor)
         dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
-        _check_dtypes(dict(zip(tensors, dtypes, strict=True)))
-        return tensors, _plan(tensors, dtypes, max_shard_bytes)
+        check_dtypes("save_safetensors", dict(zip(tensors, dtypes, strict=True)))
+        return tensors, plan_files(tensors, dtypes, max_shard_bytes)
 
     tensors, files = run_on_all_ranks(axes, device, planned)
     told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
     told["metadata"] = sorted((metadata or {}).items())
     run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = list(gather_from_all(axes, None))
-    job = _Job(Path(directory), axes, device)
+    job = FileJob("save_safetensors", Path(directory), axes, device)
     header = {**(metadata or {}), "format": "pt"}
     try:
         job.run_on_all_ranks(job.prepare)
         for start in range(0, len(files), len(ranks)):
-            own: list[tuple[_File, dict[str, Tensor]]] = []
+            own: list[tuple[ModelFile, dict[str, Tensor]]] = []
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
                 wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
                 if rank == job.rank:
@@ -110,7 +110,7 @@ def save_safetensors(
 
 
 @dataclass(frozen=True)
-class _File:
+class ModelFile:
     """One file: its tensors and their dtypes."""
 
     name: str
@@ -129,12 +129,13 @@ def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata:
         raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
 
 
-def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
+def check_dtypes(caller: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuse dtypes that the format does not have."""
     if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES.values()]:
-        raise TypeError(f"save_safetensors: the format has no dtype for {listed(unknown)}.")
+        raise TypeError(f"{caller}: the format has no dtype for {listed(unknown)}.")
 
 
-def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[_File]:
+def plan_files(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[ModelFile]:
     """Distribute the tensors, in order, over files."""
     names, values = list(tensors), list(tensors.values())
     cuts = list(batches(values, limit, dtypes))
@@ -142,15 +143,16 @@ def _plan(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> 
     for index, cut in enumerate(cuts):
         name = SINGLE if len(cuts) == 1 else f"model-{index + 1:05}-of-{len(cuts):05}.safetensors"
         num_bytes = sum(values[i].numel() * dtypes[i].itemsize for i in cut)
-        files.append(_File(name, [names[i] for i in cut], [dtypes[i] for i in cut], num_bytes))
+        files.append(ModelFile(name, [names[i] for i in cut], [dtypes[i] for i in cut], num_bytes))
     return files
 
 
-class _Job:
+class FileJob:
     """Writing the files of one model, on one rank."""
 
-    def __init__(self, directory: Path, axes: list[Axis], device: torch.device) -> None:
+    def __init__(self, caller: str, directory: Path, axes: list[Axis], device: torch.device) -> None:
         self.rank = own_rank()
+        self._caller = caller
         self._directory = directory
         self._partial = directory / ".model.partial"
         self._axes, self._device = axes, device
@@ -169,7 +171,7 @@ class _Job:
                 if self._directory.exists():
                     free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
                 raise RuntimeError(
-                    f"save_safetensors: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
+                    f"{self._caller}: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
                 ) from error
 
         run_on_all_ranks(self._axes, self._device, told, says_rank=False)
@@ -180,13 +182,13 @@ class _Job:
             return
         if found := sorted([*self._directory.glob("*.safetensors"), *self._directory.glob(INDEX)]):
             raise FileExistsError(
-                f"save_safetensors: {self._directory} has {found[0].name} in it already, and two models in "
+                f"{self._caller}: {self._directory} has {found[0].name} in it already, and two models in "
                 "one folder could be mixed up. Choose an empty folder, or delete the old files first."
             )
         self.clear()  # of a save that died
         self._partial.mkdir(parents=True)
 
-    def write(self, own: list[tuple[_File, dict[str, Tensor]]], header: dict[str, str]) -> None:
+    def write(self, own: list[tuple[ModelFile, dict[str, Tensor]]], header: dict[str, str]) -> None:
         """Write the files of this rank, and sync them to disk."""
         from safetensors.torch import save_file
 
@@ -196,7 +198,7 @@ class _Job:
             (self._partial / file.name).chmod(mode)
             sync(self._partial / file.name)
 
-    def finish(self, files: list[_File]) -> None:
+    def finish(self, files: list[ModelFile]) -> None:
         """Give the files their final names, the index last."""
         if not self._is_first:
             return

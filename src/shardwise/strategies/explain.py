@@ -15,6 +15,7 @@ from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import ruled
 from shardwise.setup.validation import class_name
+from shardwise.strategies.block_options import done_lines
 from shardwise.strategies.choice import remembered
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
@@ -72,7 +73,8 @@ def explain(model: nn.Module) -> str:
     lines = ruled(cells, right=_ALIGNED_RIGHT, has_total=True)
     choice = remembered(model)
     chosen = [] if choice is None else ["", *choice.table()]
-    return "\n".join([*lines, *_not_managed(model, rows, megabytes), *chosen, *_traced(rows)])
+    left = _not_managed(model, rows, megabytes)
+    return "\n".join([*lines, *left, *done_lines(model), *chosen, *_traced(rows)])
 
 
 # --- which groups, in which order -----------------------------------------------------------------

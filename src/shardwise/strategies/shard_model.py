@@ -18,7 +18,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -45,6 +45,14 @@ from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
 from shardwise.strategies.auto import AutoOptions, choose
+from shardwise.strategies.block_options import (
+    ActivationCheckpointing,
+    checkpoint_activations,
+    compile_modules,
+    compile_options,
+    modules_to_checkpoint,
+    note_done,
+)
 from shardwise.strategies.choice import remember
 from shardwise.strategies.meshes import Strategy
 from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
@@ -72,6 +80,8 @@ def shard_model(
     ignored_modules: Iterable[nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     comm_policy: CommPolicy | None = None,
+    activation_checkpointing: ActivationCheckpointing = False,
+    compile: bool | Mapping[str, Any] = False,
     sync_module_states: bool = False,
     check_equal_weights: bool = True,
 ) -> ShardedModule:
@@ -140,6 +150,13 @@ def shard_model(
         ignored_modules: modules whose parameters, and those of modules inside them, stay as they are.
         shard_placement_fn: the dim to shard each parameter on.
         comm_policy: how and when parameters are communicated.
+        activation_checkpointing: which modules keep only their inputs between forward and backward, and run
+            their forward again in backward: True or ``"blocks"`` for the modules that become groups, a module
+            class or a set of them, or a predicate ``(module)``. If such modules are nested, only the
+            outermost. Each gets its own ``forward``, around :func:`torch.utils.checkpoint.checkpoint` without
+            reentry; names and classes stay.
+        compile: compile each module that becomes a group, or the model if it is the only group, by
+            ``module.compile()``; a dict holds options of :func:`torch.compile`.
         sync_module_states: give all ranks the values of the first rank of the mesh; collective.
         check_equal_weights: in the first forward with gradients, compare the weights that ranks have
             sharded; see :func:`fully_shard`.
@@ -166,6 +183,7 @@ def shard_model(
     check_module("shard_model", model)
     check_modules(model)
     check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
+    compiling = compile_options("shard_model", compile)
     mp_policy = precision_named("shard_model", mp_policy)
     offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
@@ -173,6 +191,7 @@ def shard_model(
     taken = {p for m in model.modules() if owner_of(m) is not None for p in m.parameters(recurse=False)}
     ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
+    checkpointed = modules_to_checkpoint("shard_model", activation_checkpointing, model, blocks)
     auto = AutoOptions(memory, sample, optimizer, loss)
     choice = None
     changes: Overrides | None = overrides
@@ -181,7 +200,7 @@ def shard_model(
             overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
         )
         same_for_copies = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
-        shard = partial(_shard_copy, model, blocks, ignored, same_for_copies)
+        shard = partial(_shard_copy, model, blocks, checkpointed, ignored, same_for_copies)
         dtype = getattr(mp_policy, "param_dtype", None)
         choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
@@ -214,6 +233,10 @@ def shard_model(
         )
         if not plans[modules[0]].strategy.reshard_after_backward:
             sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
+    checkpoint_activations(checkpointed)
+    compiled = [] if compiling is None else blocks or [model]
+    compile_modules(compiled, compiling or {})
+    note_done(model, activation_checkpointing=checkpointed, compiled=compiled)
     if choice is not None:
         remember(model, choice)
     return cast(ShardedModule, model)
@@ -231,6 +254,7 @@ def _refuse_beside_auto(**given: Any) -> None:
 def _shard_copy(
     model: nn.Module,
     blocks: list[nn.Module],
+    checkpointed: list[nn.Module],
     ignored: set[nn.Parameter],
     options: dict[str, Any],
     copy: nn.Module,
@@ -240,8 +264,9 @@ def _shard_copy(
 ) -> None:
     """Shard ``copy`` as ``model`` would be, for a dry run."""
     params = zip(model.parameters(), copy.parameters(), strict=True)
-    modules = zip(model.modules(), copy.modules(), strict=True)
-    wanted = {own for module, own in modules if module in blocks}
+    copies = dict(zip(model.modules(), copy.modules(), strict=True))
+    wanted = {copies[block] for block in blocks}
+    again = {copies[module] for module in checkpointed}
     shard_model(
         copy,
         strategy=cast(Strategy, strategy),
@@ -249,6 +274,7 @@ def _shard_copy(
         mesh=mesh,
         overrides=overrides,
         ignored_params={own for param, own in params if param in ignored},
+        activation_checkpointing=again.__contains__ if again else False,
         check_equal_weights=False,
         **options,
     )

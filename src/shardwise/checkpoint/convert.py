@@ -1,0 +1,136 @@
+"""Conversions between checkpoints and model files: by one process, in the memory of one file."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.arguments import check_bytes, check_floating
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.load import opened
+from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest
+from shardwise.checkpoint.reading import read_objects
+from shardwise.checkpoint.stateful import STATES
+from shardwise.checkpoint.writing import write
+from shardwise.layout.fqns import clean, listed
+from shardwise.layout.regions import Region
+from shardwise.ranks.rank_group import RankGroup
+from shardwise.state.export import SHARD_BYTES, FileJob, check_dtypes, plan_files
+from shardwise.state.model_files import ModelFiles, import_safetensors
+
+MODEL_KEYS = ("model", "app.model", "state_dict", "module")
+"""Where programs put the model in a checkpoint of ``torch.distributed.checkpoint``, if not at the top."""
+
+
+def to_safetensors(
+    source: Path,
+    directory: Path,
+    *,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
+) -> list[str]:
+    """Write the model of a checkpoint in the layout of Hugging Face.
+
+    Args:
+        source: a folder that ``save_checkpoint`` or ``torch.distributed.checkpoint`` wrote, on any number of
+            ranks, with any sharding.
+        directory: a folder without safetensors files; it is made if it is not there.
+        key: the place of the model in the checkpoint, with dots; None: the first of ``MODEL_KEYS``, or the
+            whole checkpoint if all its tensors are at the top.
+        dtype: convert floating-point tensors to it.
+        max_shard_bytes: size of a file, unless one tensor is larger; what is in memory at a time.
+        verify: check the digests of what is read, where the checkpoint has them.
+
+    Returns:
+        Names of what was left out: values that are not tensors, and states of ``get_extra_state``.
+
+    Raises:
+        FileNotFoundError, ValueError, PermissionError: ``source`` is not a checkpoint, is damaged, or has no
+            model at ``key``.
+        FileExistsError: there are safetensors files in ``directory``.
+        ImportError, TypeError, RuntimeError: as by :func:`shardwise.state.save_safetensors`.
+    """
+    check_bytes("convert", "max_shard_bytes", max_shard_bytes)
+    check_floating("convert", dtype)
+    import_safetensors()
+    with ExitStack() as stack:
+        manifest = opened(stack, source, verify, trust=False)
+        manifest.check()
+        keys = _keys_of_model(manifest, key)
+        tensors = {
+            name: torch.empty(md.size, dtype=md.properties.dtype, device="meta")
+            for name, at in keys.items()
+            if (md := manifest.tensor(at)) is not None and "_extra_state" not in name.split(".")
+        }
+        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
+        check_dtypes("convert", dict(zip(tensors, dtypes, strict=True)))
+        job = FileJob("convert", directory, [], torch.device("cpu"))
+        job.run_on_all_ranks(job.prepare)
+        files = plan_files(tensors, dtypes, max_shard_bytes)
+        try:
+            for file in files:
+                found = read_objects(manifest, [keys[name] for name in file.names], verify, trust=False)
+                own = {
+                    name: found.pop(keys[name]).to(kind)
+                    for name, kind in zip(file.names, file.dtypes, strict=True)
+                }
+                job.write([(file, own)], {"format": "pt"})
+            job.run_on_all_ranks(lambda: job.finish(files))
+        except BaseException:
+            job.clear()
+            raise
+    return [name for name in keys if name not in tensors]
+
+
+def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
+    """The names of the model's values, and their keys in the checkpoint."""
+    places: list[tuple[str, ...]] = [tuple(each.split(".")) for each in MODEL_KEYS]
+    if key is not None:
+        places = [tuple(key.split("."))]
+    for place in places:
+        if found := manifest.under(*place):
+            return {clean(".".join(map(str, path))): at for path, at in found.items()}
+    paths = list(manifest.places)
+    if key is None and all(len(path) == 1 for path in paths):
+        return {clean(str(path[0])): at for path, at in manifest.places.items()}
+    tops = sorted({str(path[0]) for path in paths})
+    wanted = f"'{key}'" if key is not None else f"any of {', '.join(MODEL_KEYS)}"
+    raise ValueError(
+        f"convert: {manifest.path} has nothing at {wanted}. At its top are {listed(tops)}. Name the place of "
+        "the model with --key, with dots between the keys of dicts in each other."
+    )
+
+
+def from_safetensors(source: Path, path: Path) -> None:
+    """Write a checkpoint with the model of safetensors files, for ``load_checkpoint(path, model)``.
+
+    The files are mapped into memory, and read while they are written.
+
+    Args:
+        source: a folder in the layout of Hugging Face, an index, or one file.
+        path: the folder of the checkpoint. A checkpoint that is there is replaced once the new one is
+            complete.
+
+    Raises:
+        RuntimeError: files are missing or damaged, or the checkpoint could not be written.
+        ImportError: the package safetensors is missing.
+        ValueError: ``path`` has a name that no checkpoint may have.
+    """
+    if not path.name or path.name.startswith("."):
+        raise ValueError(f"convert: {path}: a checkpoint needs a name that does not start with a dot.")
+    with ExitStack() as stack:
+        files = ModelFiles(source, stack).whole()
+        model = dict(_tensors_of(files))
+        state: dict[str, Any] = {"model": model, STATES: {}, "shared": {}}
+        state[INFO] = {"world_size": 1, "optimizers": [], HAS_DIGESTS: True}
+        write(RankGroup(None), folders.absolute(path), state, keep=None, is_staged=True)
+
+
+def _tensors_of(files: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, facts in files.facts.items():
+        yield name, files.read(name, Region((0,) * len(facts.shape), facts.shape))

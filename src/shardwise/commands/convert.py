@@ -1,0 +1,72 @@
+"""Convert a checkpoint to safetensors files, or safetensors files to a checkpoint.
+
+    python -m shardwise convert run/step-1000 out --dtype bf16
+    python -m shardwise convert out run/step-0
+
+A checkpoint is a folder with a file .metadata, from save_checkpoint or torch.distributed.checkpoint (FSDP1,
+FSDP2, torchtitan and others). Its model is written in the form that from_pretrained and load_full_state_dict
+read; the optimizer's state is left out. Any other source is a folder, an index or a file of safetensors, and
+becomes a checkpoint for load_checkpoint(path, model). One process converts, and holds one file at a time
+(--shard-size).
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.convert import MODEL_KEYS, from_safetensors, to_safetensors
+from shardwise.commands import UsageError
+from shardwise.dry_run.arguments import memory_in_bytes
+from shardwise.layout.fqns import listed
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``convert``."""
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to write")
+    parser.add_argument(
+        "--key", help=f"where the model is in the checkpoint (default: the first of {', '.join(MODEL_KEYS)})"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors to it")
+    parser.add_argument("--shard-size", default="1GB", help="size of a safetensors file (default 1GB)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare digests before reading")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert; what was left out is printed."""
+    try:
+        left_out = _convert(arguments)
+    except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
+        text = str(error).removeprefix("convert: ").replace("verify=False", "--no-verify")
+        raise UsageError(text) from error
+    tail = f" Left out, as not tensors of the model: {listed(left_out)}." if left_out else ""
+    print(f"{arguments.target} is written.{tail}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> list[str]:
+    """Convert; returns what was left out."""
+    source, target = arguments.source, arguments.target
+    if folders.found(source) is not None:
+        return to_safetensors(
+            source,
+            target,
+            key=arguments.key,
+            dtype=DTYPES.get(arguments.dtype),
+            max_shard_bytes=memory_in_bytes("convert", arguments.shard_size),
+            verify=not arguments.no_verify,
+        )
+    if not (source.is_file() or any(source.glob("*.safetensors"))):
+        why = folders.why_not_a_checkpoint(source)
+        raise UsageError(f"{source} holds no safetensors and is not a checkpoint: {why}.")
+    if arguments.dtype is not None or arguments.key is not None:
+        raise UsageError(
+            f"{source} holds safetensors, and --dtype and --key are for checkpoints. load_checkpoint can "
+            "convert dtypes (convert_dtype=True)."
+        )
+    from_safetensors(source, target)
+    return []

@@ -1,0 +1,121 @@
+"""What ``shard_model`` does to modules beside sharding them: activation checkpointing and torch.compile."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial, update_wrapper
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.arguments import describe
+from shardwise.layout.fqns import names_in, uncompiled
+from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names
+
+_Classes = type[nn.Module] | Set[type[nn.Module]] | Sequence[type[nn.Module]]
+ActivationCheckpointing = bool | str | _Classes | Callable[[nn.Module], Any]
+
+_DONE = "_shardwise_block_options"  # in the dict of the model
+
+
+# --- which modules --------------------------------------------------------------------------------
+
+
+def modules_to_checkpoint(
+    caller: str, wanted: Any, model: nn.Module, blocks: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """The modules that ``activation_checkpointing=wanted`` means, the outermost where they lie in each other.
+
+    ``blocks``: what True and "blocks" stand for.
+    """
+    if wanted is False:
+        return []
+    inside = modules_inside(model)
+    found = [module for module in inside if _meaning(caller, wanted, blocks)(module)]
+    if not found:
+        raise ValueError(
+            f"{caller}: activation_checkpointing={_text(wanted)} chooses no module inside the "
+            f"{type(model).__name__}. Pass the class of its blocks, a set of classes, or a function of a "
+            "module."
+        )
+    for module in found:
+        if not has_forward(module):
+            raise ValueError(
+                f"{caller}: activation_checkpointing chooses '{inside[module]}', a {type(module).__name__}, "
+                "which has no forward to run again. Choose its children, or the module around it."
+            )
+    covered = {below for module in found for below in module.modules() if below is not module}
+    return [module for module in found if module not in covered]
+
+
+def _meaning(caller: str, wanted: Any, blocks: Sequence[nn.Module]) -> Callable[[nn.Module], Any]:
+    if wanted is True or wanted == "blocks":
+        return set(blocks).__contains__
+    classes = wanted if isinstance(wanted, (Set, list, tuple)) else (wanted,)
+    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        return lambda module: isinstance(uncompiled(module), tuple(classes))
+    if callable(wanted) and not isinstance(wanted, (type, nn.Module)):
+        return wanted  # type: ignore[no-any-return]
+    raise TypeError(
+        f"{caller}: activation_checkpointing is {describe(wanted)}. Pass True or 'blocks' for the modules "
+        "that become groups, a module class or a set of them, a function of a module, or False."
+    )
+
+
+def _text(wanted: Any) -> str:
+    return repr(wanted) if isinstance(wanted, (bool, str)) else describe(wanted)
+
+
+# --- what is done to them -------------------------------------------------------------------------
+
+
+def checkpoint_activations(modules: Sequence[nn.Module]) -> None:
+    """Have each module keep only its inputs, and run its forward again in backward.
+
+    The module's forward is replaced, inside its hooks: backward unshards before it runs that again.
+    """
+    for module in modules:
+        # Copies of the module deep-copy a partial, but not a closure.
+        run = partial(_run_checkpointed, module.forward)
+        module.forward = update_wrapper(run, module.forward)  # type: ignore[method-assign]
+
+
+def _run_checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # As positional arguments: torch looks there, also in containers, for devices whose random states to keep.
+    return checkpoint(_call, forward, args, kwargs, use_reentrant=False)
+
+
+def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:
+    """The options of torch.compile that ``compile=wanted`` means; None: do not compile."""
+    if isinstance(wanted, bool):
+        return {} if wanted else None
+    if isinstance(wanted, Mapping):
+        return dict(wanted)
+    raise TypeError(
+        f"{caller}: compile is {describe(wanted)}. Pass True, a dict of options of torch.compile, or False."
+    )
+
+
+def compile_modules(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile each module in place, at its first call."""
+    for module in modules:
+        module.compile(**options)
+
+
+# --- what explain shows ---------------------------------------------------------------------------
+
+
+def note_done(model: nn.Module, **modules: Sequence[nn.Module]) -> None:
+    """Have ``explain`` know what was done to which modules."""
+    model.__dict__[_DONE] = {what: list(each) for what, each in modules.items() if each}
+
+
+def done_lines(model: nn.Module) -> Iterator[str]:
+    """A line for each thing that was done to modules of ``model``."""
+    names = names_in(model)
+    for what, modules in model.__dict__.get(_DONE, {}).items():
+        shown = range_of_names([names[module] or "the model" for module in modules if module in names])
+        yield f"{what.replace('_', ' ')}: {shown}"
