@@ -163,7 +163,9 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         assert main(["convert", str(tmp_path / source), str(tmp_path / target), *options]) == 2
         lines.append(capsys.readouterr().err.replace(str(tmp_path), "TMP"))
         assert not list(tmp_path.glob("*out/*"))
-    assert_expected_inline("".join(lines), """\
+    assert_expected_inline(
+        "".join(lines),
+        """\
 python -m shardwise convert: TMP/model has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.
 python -m shardwise convert: TMP/step-1 has nothing at 'ema'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of dicts in each other.
 python -m shardwise convert: memory 'much' is no amount of memory. Pass a number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 * 2^30.
@@ -173,5 +175,6 @@ python -m shardwise convert: TMP/nowhere holds no safetensors and is not a check
 python -m shardwise convert: TMP/model holds safetensors, and --dtype and --key are for checkpoints. load_checkpoint can convert dtypes (convert_dtype=True).
 python -m shardwise convert: TMP/.out: a checkpoint needs a name that does not start with a dot.
 python -m shardwise convert: TMP/torn.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
-""")
+""",
+    )
     assert main(["convert", str(damaged), str(tmp_path / "out"), "--no-verify"]) == 0
