@@ -17,7 +17,7 @@ def block() -> nn.Module:
     return nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
 
 
-with torch.device("meta"):  # takes no memory
+with torch.device("meta"):  # uses no memory
     model = nn.Sequential(nn.Embedding(16, 64), *(block() for _ in range(4)), nn.Linear(64, 16))
 shard_model(model)  # from here on every parameter is a DTensor
 materialize(model)  # each rank draws the rows that it keeps
@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 if dist.get_rank() == 0:
     print(f"on {device.type}\n{explain(model)}")
 
-torch.manual_seed(dist.get_rank())  # other data on each rank
+torch.manual_seed(dist.get_rank())  # each rank reads different data
 for step in range(1, 101):  # learn how often each token occurs in its row
     tokens = torch.randint(16, (16, 16), device=device)
     counts = (tokens[:, :, None] == tokens[:, None, :]).sum(2) - 1

@@ -1,16 +1,16 @@
 """shardwise: train PyTorch models that do not fit on one device.
 
 This module has the names of ``torch.distributed.fsdp`` that belong to ``fully_shard``, so that you can try
-this library by changing one import line, and what an ordinary training script needs. The rest is in the
-packages:
+this library by changing one import, and the names that an ordinary training script needs. All other names are
+in the packages:
 
-    shardwise.policies      more values to choose: quantized and low-precision communication, placements
+    shardwise.policies      more policies: quantized and low-precision communication, placements
     shardwise.planning      what an estimate consists of
     shardwise.strategies    wrap policies, hooks for gradients
-    shardwise.init          equal weights on all ranks, and whether they are
+    shardwise.init          make weights equal on all ranks, or check that they are
     shardwise.optim         Muon, flat optimizers, norms by module, optimizer state in host memory
     shardwise.state         averages, safetensors files, full parameters one by one, full optimizer states
-    shardwise.checkpoint    what saving and loading return
+    shardwise.checkpoint    the results of saving and loading
     shardwise.ranks         stopping all ranks at the same step, and reports of long waits
     shardwise.interop       what other frameworks need: install(), pipelines
     shardwise.observe       counts of collectives, snapshots of memory

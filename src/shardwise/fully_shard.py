@@ -107,23 +107,24 @@ def fully_shard(
     first, then on the model.
 
     A parameter that is already a DTensor, from tensor or expert parallelism, becomes one on the joint mesh;
-    in forward, modules see it as it was. A parameter that is tied to one of a module sharded before moves to
-    the group of this call, if that module is inside ``module``.
+    in forward, modules see it as it was. If a parameter is tied to one of a module inside ``module`` that was
+    sharded before, it moves to the group of this call.
 
-    The call itself communicates nothing, unless ``sync_module_states`` asks for it. Each rank then stores
-    1 / world size of every parameter. Each rank keeps its own rows, so all ranks must start from equal
+    The call itself does not communicate, except with ``sync_module_states``. Afterwards each rank stores 1 /
+    world size of every parameter. Since each rank keeps its own rows, all ranks must start from equal
     weights; parameters on the meta device are not compared. After an error the model is unchanged.
 
     Forward hooks on ``module`` see full parameters, including hooks registered later; hooks registered with
     ``prepend=True`` run before ours and see shards. Hooks on a sharded parameter run when its reduced
-    gradient is there. If the loss also uses the sharded parameter itself (a penalty on
+    gradient has arrived. If the loss also uses the sharded parameter itself (a penalty on
     ``model.parameters()``), autograd adds that gradient separately: hooks of
     ``register_post_accumulate_grad_hook`` then run twice in one backward, and ``.grad`` is complete the
     second time.
 
     Outside of forward, ``model.parameters()`` are shards, and torch refuses to compute with them and plain
-    tensors together ("got mixed torch.Tensor and DTensor"). A penalty is made plain before it is added, an
-    average is kept in clones of the shards, and what needs the full tensor asks for it::
+    tensors together ("got mixed torch.Tensor and DTensor"). Convert a penalty to a plain tensor before you
+    add it, keep an average in clones of the shards, and call ``full_tensor()`` where you need the full
+    weight::
 
         loss = loss + 0.1 * sum(p.pow(2).sum().full_tensor() for p in model.parameters())
         average = [p.detach().clone() for p in model.parameters()]  # later: a.lerp_(p.detach(), 0.1)
@@ -132,8 +133,8 @@ def fully_shard(
             model.head.weight.copy_(value)
 
     In the first forward with gradients, and after the plan has changed (frozen weights, settings), the ranks
-    compare what they are about to do: names, shapes, dtypes, groups, meshes, policies. If they differ, every
-    rank raises, with the first difference.
+    compare their plans: names, shapes, dtypes, groups, meshes, policies. If these differ, every rank raises
+    an error that names the first difference.
 
     Args:
         module: an ``nn.Module`` with a forward, or a list of such modules, which then form one group.
@@ -142,9 +143,9 @@ def fully_shard(
             on the accelerator if there is one; after ``init_process_group("gloo")``, on the CPU.
         reshard_after_forward: True reshards after forward and unshards again for backward: least memory, one
             more all-gather. False keeps the full parameters until backward. None (default) reshards, except
-            where backward probably begins: in the outermost sharded module, and in the last of those inside
-            it, in the order of ``modules()`` (which is resharded too where the caller chooses what backward
-            prefetches, and in a graph of the whole model). A number n, a divisor of the number of ranks
+            where backward probably begins: in the outermost sharded module, and in the last one inside it, in
+            the order of ``modules()``. (The latter is resharded too if the caller chooses what backward
+            prefetches, and in a graph of the whole model.) A number n, a divisor of the number of ranks
             sharded over: n neighbouring ranks keep the parameters together, and unshard again among
             themselves (1 is the same as False, all of them the same as True).
         shard_placement_fn: called with each parameter; returns the ``Shard(dim)`` to use for it, a
@@ -156,7 +157,7 @@ def fully_shard(
         offload_policy: :class:`CPUOffloadPolicy` keeps the shards in host memory. By default they are on the
             device of the mesh.
         ignored_params: parameters to leave as they are (default none). They are not moved to the device, and
-            their gradients are not reduced unless ``set_reduce_ignored_params(True)`` asks for it.
+            their gradients are not reduced, except after ``set_reduce_ignored_params(True)``.
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to replicate over, if ``mesh`` has others as
             well. Parameters may be DTensors on all of ``mesh``, replicated on these dimensions.
         comm_policy: how and when parameters are communicated; see :class:`CommPolicy`. None (default): its
@@ -165,9 +166,9 @@ def fully_shard(
             weights that were loaded or drawn there only. The other ranks may have theirs on the meta device.
             Collective: sends every byte once along each mesh dimension. Ignored parameters stay as they are.
         check_equal_weights: True (default) records a checksum of every parameter before it is sharded. The
-            first forward with gradients compares them, and raises if ranks sharded different values and
-            nothing has replaced these since. False saves the time, about that of copying the model once, for
-            large models that are known to be equal; replicas are then not compared either.
+            first forward with gradients compares them, and raises an error if ranks sharded different values
+            and nothing has replaced these since. False saves this time, about that of copying the model once;
+            use it for large models that are known to be equal. Replicas are then not compared either.
 
     Returns:
         ``module`` itself. Its class is now a subclass of its former class and of

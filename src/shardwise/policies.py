@@ -125,21 +125,21 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards are stored. This base class, the default, stands for the device of the mesh."""
+    """Where shards are stored. This base class is the default, and keeps them on the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards and their gradients, and so the optimizer's state and step, in host memory.
+    """Keep shards and gradients in host memory, where the optimizer then has its state and steps.
 
     Each group costs one copy of its shards to the device before every all-gather, and one copy of its
     reduced gradients back; both overlap with the computation.
 
     Args:
         pin_memory: True (default) pins the host memory of shards and gradients, which other processes then
-            cannot use. False makes the computation wait for the copies. Changes nothing on a CPU mesh.
-            Each group has two pinned buffers, for its shards and its gradients. Torch rounds each up to a
-            power of two, which takes up to twice the memory. From torch 2.13 on
+            cannot use. False makes the computation wait for the copies. Changes nothing on a CPU mesh. Each
+            group has two pinned buffers, for its shards and its gradients. Torch rounds each up to a power of
+            two, which needs up to twice the memory. From torch 2.13 on
             ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` limits the rounding to small buffers.
 
     Raises:
@@ -203,7 +203,7 @@ class ShardPlacementResult:
 
     Args:
         placement: ``Shard(dim)``; None means ``Shard(0)``.
-        mesh_info: the mesh, as ``fully_shard`` takes it, or an object with an attribute ``mesh``, such as
+        mesh_info: a mesh that ``fully_shard`` accepts, or an object with an attribute ``mesh``, such as
             torch's ``FSDPMeshInfo``. None (default): the mesh of the call.
 
     Example::
@@ -317,17 +317,17 @@ class CommPolicy:
 
     Args:
         packing_limit_bytes: a parameter whose shard on one rank is smaller than this shares one packed
-            collective with the other small ones of its group, at the cost of a copy. A larger one has its
-            own collective, directly into its place, without a copy. None (default): the default of the back
-            end, 256 KiB on NCCL; a quarter of that for parameters above 16 MiB, whose copy would take much
-            memory, and for at most the 64 largest parameters of a group.
+            collective with the other small ones of its group, at the cost of a copy. A larger one has its own
+            collective, directly into its place, without a copy. None (default): the default of the back end,
+            256 KiB on NCCL; a quarter of that for parameters above 16 MiB, whose copy would need much memory,
+            and for at most the 64 largest parameters of a group.
         prefetch: how many groups are unsharded ahead of the one in use, in forward and in backward (default
             1). At most ``prefetch + 1`` groups are unsharded at once, besides those that the caller keeps.
             With 0, and in the first forward, an all-gather waits for the computation before it, whose memory
             is freed first.
         backward_prefetch: when backward prefetches. "before" (default): before it computes the gradients of
             the group in use, for the most overlap. "after": when these gradients are complete and being
-            reduced, and the group in use is resharded, for less memory. "after" reshards later where some
+            reduced, and the group in use is resharded, for less memory. "after" reshards later if some
             parameters of a group are frozen, or a nested backward (reentrant checkpointing) recomputes parts
             of it; the group's first backward detects this. None: never.
         max_prefetched: the largest number of prefetched groups at once, which overrides every other setting,

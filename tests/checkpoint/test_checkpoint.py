@@ -125,7 +125,7 @@ def test_a_model_on_meta_is_not_left_without_values(world2: World, tmp_path: Pat
         "\n".join(alike(world2.run(refusals_on_meta, run))),
         """\
 RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.
-ValueError: RUN/checkpoint holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
+ValueError: RUN/checkpoint holds the state of AdamW, but is loaded into SGD. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
 RuntimeError: Cannot run forward: 14 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.gain, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight and 6 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.""",
     )
 

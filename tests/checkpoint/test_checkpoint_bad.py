@@ -277,9 +277,9 @@ def test_another_optimizer_is_refused(world2: World, run: Run) -> None:
     assert_expected_inline(
         "\n".join(map(alike, texts)),
         """\
-ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into Adam. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
-ValueError: RUN/step-2 holds the state of AdamW, and is to be loaded into SGD. The state of one kind of optimizer means nothing to another: build the same, or load the model alone.
-ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the one that was saved has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same, or load the model alone.
+ValueError: RUN/step-2 holds the state of AdamW, but is loaded into Adam. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
+ValueError: RUN/step-2 holds the state of AdamW, but is loaded into SGD. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
+ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the one that was saved has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same kind, or load only the model.
 ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
 ValueError: RUN/step-2-groups: group 0 of AdamW joins parameters of several groups there, which differ in 'lr': 0.05, 0.5. Build the optimizer with the same groups as the one that was saved.
 ValueError: RUN/step-2: the optimizer has other parameters; saved only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.
@@ -793,7 +793,7 @@ def test_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: P
     assert_expected_inline(
         "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in told),
         """\
-TypeError: rank 1: load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), which loads the newest one on all ranks, if there is one; and have checkpoints on a file system that all hosts share.
+TypeError: rank 1: load_checkpoint: path is None. latest_checkpoint returns None if it finds no checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system that all hosts share.
 TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a checkpoint, as a str or a Path.
 TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them

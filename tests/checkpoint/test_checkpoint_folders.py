@@ -123,7 +123,7 @@ def test_a_job_that_never_comes_to_save_says_that_another_one_does(tmp_path: Pat
         text = refusal(saved_step, path, 2.0)
     assert_expected_inline(
         text.replace(str(tmp_path), "RUN"),
-        """FileExistsError: RUN/step-1: another job saves there again and again, so that this save could not be moved there. What is there is the other's. Give each job a path of its own.""",
+        """FileExistsError: RUN/step-1: another job keeps saving to this path, so this save could not be moved there. The checkpoint there is that of the other job. Give each job its own path.""",
     )
     assert value_at(path) == 3.0
     assert inside(tmp_path) == ["step-1"]

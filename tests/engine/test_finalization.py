@@ -237,9 +237,9 @@ on_a_block: RuntimeError: finalize_backward: blocks.0 is not the root, but insid
 set_on_a_block: RuntimeError: set_manual_backward_finalization: blocks.0 is not the root, but inside a sharded module that drives it. Call it on the outermost sharded module.
 without_the_mode: RuntimeError: finalize_backward: Tower ends its backwards by itself, and their gradients are complete. Call set_manual_backward_finalization(True) before forward, or leave this call out.
 mode_left_before_the_end: RuntimeError: set_manual_backward_finalization: Tower has run a backward that was not finalized. Call finalize_backward(), or reset_iter_state() to drop its gradients, before changing who ends a backward.
-forward_before_waiting: RuntimeError: Tower: a forward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
-backward_before_waiting: RuntimeError: Tower: a backward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
-twice_before_waiting: RuntimeError: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle, and nobody has called its wait(). Call it before.
+forward_before_waiting: RuntimeError: Tower: a forward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle whose wait() was not called. Call it first.
+backward_before_waiting: RuntimeError: Tower: a backward while gradients are still being reduced: finalize_backward(async_op=True) returned a handle whose wait() was not called. Call it first.
+twice_before_waiting: RuntimeError: Tower: finalize_backward() while gradients are still being reduced: finalize_backward(async_op=True) returned a handle whose wait() was not called. Call it first.
 inside_a_backward: RuntimeError: finalize_backward: Tower is part of a model whose backward is running, and that needs its parameters and gradients as they are. Call it afterwards.
 waiting_after_a_reset: RuntimeError: GradientReductionHandle.wait: reset_iter_state() was called after finalize_backward() and has dropped the gradients that this handle stands for. Run the iteration again.
 no_bool: TypeError: set_manual_backward_finalization: enabled is 1, an int; pass True or False.""",

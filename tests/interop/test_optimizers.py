@@ -82,7 +82,7 @@ AROUND_ANOTHER = {"Lookahead", "OrthoGrad", "PCGrad", "ScheduleFreeWrapper", "TR
 WITH_CLOSURE = {"AliG", "BSAM", "FriendlySAM", "LBFGS", "LookSAM", "SAM"}
 UNTRIED = {
     "AdaLOMO": "no step: it changes parameters in backward",
-    "Adahessian": "differentiates gradients (`create_graph`), which are reduced here",
+    "Adahessian": "differentiates gradients (`create_graph`), which shardwise reduces",
     "CPUOffloadOptimizer": "needs a GPU",
     "DeMo": "communicates by itself",
     "DistributedMuon": "communicates by itself; Muon does not",
@@ -91,7 +91,7 @@ UNTRIED = {
     "LayerWiseDummyOptimizer": "does nothing",
     "SafeFP16Optimizer": "scales the loss and keeps masters by itself: `MixedPrecisionPolicy`, `GradScaler`",
     "WSAM": "communicates by itself",
-    "SparseAdam": "takes sparse gradients only",
+    "SparseAdam": "accepts only sparse gradients",
 }
 
 

@@ -261,7 +261,7 @@ REFUSALS = {
     "a part": "are not the same, so that its steps would not be theirs. Call fully_shard on the module of each stage",
     "no actions": "a Schedule1F1B has one stage a rank, which it neither unshards nor reshards. Leave the call out.",
     "microbatches": "were divided by 4 microbatches, those of this step are to be divided by 2, and they are one sum",
-    "dw_builder": "it was given a dw_builder, which computes gradients of weights that nobody would reduce. Leave",
+    "dw_builder": "it was given a dw_builder, which computes gradients of weights that would not be reduced. Leave",
     "not ended": "the last step of microbatches was not ended, so its gradients are neither reduced nor divided.",
 }
 

@@ -1032,7 +1032,7 @@ ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat eac
 TypeError: FlatOptimizer: elementwise is 1, an int; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
-ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, and schedulers from it.""",
+ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate schedulers do, and would still step parameter by parameter. Create the FlatOptimizer first, and then schedulers for it.""",
     )
     assert type(scheduled) is torch.optim.AdamW
 
@@ -1070,7 +1070,7 @@ def test_what_cannot_be_stepped_is_refused_by_name(world2: World) -> None:
         """\
 TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to .grad of sharded parameters, or None.
 ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.state.load_full_optimizer_state_dict.
-ValueError: FlatOptimizer: blocks.0.up.weight stands twice in group 0 of AdamW, and would be stepped twice. Leave one out.""",
+ValueError: FlatOptimizer: blocks.0.up.weight appears twice in group 0 of AdamW, and would be stepped twice. Leave one out.""",
     )
 
 

@@ -297,7 +297,7 @@ another shape: RuntimeError: blocks.0.up.weight: the parameter was replaced afte
 none: RuntimeError: blocks.0.up.bias: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 deleted: RuntimeError: blocks.0.up.bias: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 one of two that are tied: RuntimeError: embed.weight and head.weight are tied, but embed.weight alone was replaced. Replace both with the same parameter, or untie them before fully_shard.
-tied afterwards: RuntimeError: blocks.0.norm.weight and blocks.0.down.bias were tied after fully_shard: one parameter stands in both places now. Tie them before fully_shard, or keep two parameters.""",
+tied afterwards: RuntimeError: blocks.0.norm.weight and blocks.0.down.bias were tied after fully_shard: one parameter is in both places now. Tie them before fully_shard, or keep two parameters.""",
     )
 
 

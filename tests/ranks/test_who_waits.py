@@ -287,6 +287,6 @@ def test_a_block_that_one_rank_leaves_out_is_named_before_the_timeout(fresh: Wor
         "\n".join([*logged, raised]),
         """\
 shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.0' (step 3, backward); rank 1 in no step since step 3, at test_who_waits.py:N in wait; rank 1 left out the all-gather of 'blocks.1', so that later collectives miss one
-CommunicationError: blocks.0: its all-gather failed, because rank 1 has ended; see its log. Its connection was closed, and it has told of no error: it was killed, ran out of memory, crashed, or came to its end before the others. (the test gives up)""",
+CommunicationError: blocks.0: its all-gather failed, because rank 1 has ended; see its log. Its connection was closed, and it has reported no error: it was killed, ran out of memory, crashed, or came to its end before the others. (the test gives up)""",
     )
     assert second

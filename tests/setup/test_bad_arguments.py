@@ -240,8 +240,8 @@ def test_without_a_process_group_nothing_is_sharded() -> None:
     assert_expected_inline(
         wrapped(told.text),
         """\
-RuntimeError: fully_shard: there is no process group, so nobody to
-shard with. Call torch.distributed.init_process_group() first
+RuntimeError: fully_shard: there is no process group, and so no ranks
+to shard over. Call torch.distributed.init_process_group() first
 (torchrun sets what it reads), or pass mesh=.""",
     )
 

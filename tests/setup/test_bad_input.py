@@ -51,7 +51,7 @@ def tower_with_a_pair() -> nn.Module:
 
 NO_MODULE = "TypeError: fully_shard: expected an nn.Module or a list of them, got "
 NO_FORWARD = (
-    "has no forward, so nothing would tell when to unshard its parameters. "
+    "has no forward, so it is unknown when to unshard its parameters. "
     "Call fully_shard on its children, one by one, or on the module around it."
 )
 BOTTOM_UP = ("ValueError", "bottom-up", "inner modules first")

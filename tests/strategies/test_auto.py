@@ -343,9 +343,9 @@ ValueError: shard_model: strategy is 'zero2', and only "auto" takes
 memory and sample and optimizer, to choose by. Leave that out, or pass
 strategy="auto".
 
-ValueError: shard_model: memory '80GBs' is no amount of memory. Pass a
-number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 *
-2^30.
+ValueError: shard_model: memory '80GBs' is not an amount of memory.
+Pass a number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80
+* 2^30.
 
 TypeError: shard_model: memory is True, a bool; pass a number of bytes
 or a text such as "80GB".
@@ -357,9 +357,9 @@ reduction dim, but got [2, 5] X [8, 8].
 ValueError: shard_model: there is no optimizer 'adamv'. Pass one of
 adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, muon.
 
-ValueError: shard_model: overrides does not go with strategy="auto",
-which chooses for all groups alike, with shards on the device and on
-dim 0. Leave it out, or name a strategy.
+ValueError: shard_model: overrides does not work with strategy="auto",
+which chooses for all groups, with shards on the device and on dim 0.
+Leave it out, or name a strategy.
 
 ValueError: shard_model: ranks disagree on what strategy="auto"
 assumes: rank 0 has 'optimizer adamw, a batch of float64 (2, 8) on
@@ -383,11 +383,11 @@ def test_nothing_fits(world2: World) -> None:
         text,
         """\
 ValueError: shard_model: strategy "auto" finds nothing that fits in
-memory='9kB', of which a tenth stays free: ddp takes least, 23.92 kB
+memory='9kB', of which a tenth stays free: ddp needs least, 23.92 kB
 at its peak (optimizer), 15.82 kB too much. memory=26578 would be
 enough. Else: more ranks to shard over, activation_checkpointing=True,
 a smaller batch, smaller groups (wrap=), or computing in bfloat16
-(mp_policy="bf16"); shardwise.estimate(...) tells how far each goes.
+(mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.
 tried  peak, kB  in                    exposed, kB  sent, kB  fits
 ------------------------------------------------------------------ ddp
 23.92  optimizer                    5.39      5.39  no zero2     33.03

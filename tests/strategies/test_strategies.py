@@ -828,7 +828,7 @@ REFUSALS = {
     "no string": case("TypeError", "strategy", "3", "int", strategy=3),
     **{
         f"FSDP1's {theirs}": case(
-            "ValueError", f"'{theirs}'. What FSDP1 calls {theirs} is '{ours}'", strategy=theirs
+            "ValueError", f"'{theirs}'. FSDP1's {theirs} is called '{ours}'", strategy=theirs
         )
         for theirs, ours in FSDP1S.items()
     },

@@ -766,8 +766,8 @@ Sequential to be sharded. Return modules of the model it was given.
 
 shard_model: WrapClasses(ModuleList).choose() returned 'blocks', a
 ModuleList, which has no forward: its children are called one by one,
-so nothing would tell when to unshard its parameters. Choose its
-children, or the module around it.""",
+so it is unknown when to unshard its parameters. Choose its children,
+or the module around it.""",
     )
 
 

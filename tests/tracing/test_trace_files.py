@@ -99,7 +99,7 @@ def test_the_first_forward_knows_no_order_and_says_so() -> None:
 def test_a_model_compiled_as_a_whole_tells_nothing_and_says_so() -> None:
     assert_expected_inline(
         "\n".join(advice(recording([]))),
-        """No module was seen to compute: a model that is compiled as a whole runs as one graph, which tells nothing.""",
+        """No module has computed: a model that is compiled as a whole runs as one graph, which a trace cannot see into.""",
     )
 
 
@@ -162,7 +162,7 @@ def test_files_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     cases = {
         "both of rank 0": [tmp_path / "0.json", tmp_path / "0.json"],
-        "other.json is no trace of this library": [tmp_path / "other.json"],
+        "other.json is not a trace of this library": [tmp_path / "other.json"],
         "no files were given": [],
     }
     for message, paths in cases.items():

@@ -1,9 +1,9 @@
 """Sharded checkpoints: saved by any number of ranks, loaded by any other.
 
-save_checkpoint      write one, also beside training; returns a PendingSave
-load_checkpoint      read one into models and optimizers, in place; returns a Loaded
-latest_checkpoint    the newest complete one in a folder
-resume               find and load that
+save_checkpoint      write a checkpoint, also during training; returns a PendingSave
+load_checkpoint      read a checkpoint into models and optimizers, in place; returns a Loaded
+latest_checkpoint    find the newest complete checkpoint in a folder
+resume               find and load that checkpoint
 """
 
 from shardwise.checkpoint.folders import latest_checkpoint

@@ -167,14 +167,14 @@ class Digests:
         line, _, rest = content.partition(b"\n")
         if rest != sha256(line).hexdigest().encode() + b"\n":
             raise ValueError(
-                f"{folder.path} is damaged: {DIGESTS} is not what was written, so nothing tells whether "
-                "the other files are. Load an earlier checkpoint; verify=False loads this one as it is."
+                f"{folder.path} is damaged: {DIGESTS} is not what was written, so the other files cannot be "
+                "checked. Load an earlier checkpoint; verify=False loads this one as it is."
             )
         told = json.loads(line)
         if told["metadata"] != {"bytes": len(metadata), "sha256": sha256(metadata).hexdigest()}:
             raise ValueError(
                 f"{folder.path} is damaged: .metadata is not what was written, or is that of another save. "
-                "It says what all keys are; load an earlier checkpoint."
+                "It lists all keys; load an earlier checkpoint."
             )
         return cls(told["save"], told["host"], {name: _sums(each) for name, each in told["files"].items()})
 

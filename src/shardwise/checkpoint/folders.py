@@ -59,9 +59,9 @@ def given(caller: str, path: Any) -> Path:
     """The folder that a call is about."""
     if path is None and caller == "load_checkpoint":
         raise TypeError(
-            "load_checkpoint: path is None. That is what latest_checkpoint returns where it finds no "
+            "load_checkpoint: path is None. latest_checkpoint returns None if it finds no "
             "checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), "
-            "which loads the newest one on all ranks, if there is one; and have checkpoints on a file system "
+            "which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system "
             "that all hosts share."
         )
     check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
@@ -266,8 +266,8 @@ def publish(save: Save) -> None:
         sync(save.path.parent)
         return
     raise FileExistsError(
-        f"{save.path}: another job saves there again and again, so that this save could not be moved there. "
-        "What is there is the other's. Give each job a path of its own."
+        f"{save.path}: another job keeps saving to this path, so this save could not be moved there. The "
+        "checkpoint there is that of the other job. Give each job its own path."
     )
 
 
@@ -339,22 +339,22 @@ def numbered(name: str) -> tuple[str, list[Decimal]] | None:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `directory`; None if it has none, or does not exist.
 
-    Newest is the highest number in a name, whatever the dates of files: step-100 after step-90, and of
-    several numbers from the left, epoch-2-step-100 after epoch-1-step-900. A number may have decimals
-    (epoch-1.5 after epoch-1.25); with more than one point, as in a date, the parts are numbers each. Names
-    without a number are not considered; if there are no others, a warning says so. Wait for a save with
-    ``keep`` that is still running: it removes older checkpoints.
+    The newest checkpoint has the highest number in its name; dates of files do not count. Step-100 is newer
+    than step-90. If names have several numbers, they count from the left: epoch-2-step-100 is newer than
+    epoch-1-step-900. A number may have decimals (epoch-1.5 is newer than epoch-1.25); with more than one
+    point, as in a date, each part is a number. Names without a number are ignored; if there are no others, a
+    warning is raised. If a save with ``keep`` is still running, wait for it: it removes older checkpoints.
 
-    Not collective: each rank looks for itself. To load what it finds on all ranks, call :func:`resume`: on a
-    file system that shows hosts old states, a host that finds none would not call load_checkpoint, for which
-    the others wait.
+    Not collective: each rank looks by itself. To load the newest checkpoint on all ranks, call :func:`resume`
+    instead: if the file system shows a host an old state, that host may find none and not call
+    load_checkpoint, where the others wait for it.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.
 
     Returns:
-        A path for :func:`load_checkpoint`. After a crash in the middle of replacing a checkpoint by one of
-        the same name this is the older one, under the name at which it was set aside.
+        A path for :func:`load_checkpoint`. After a crash while a checkpoint was being replaced by one of the
+        same name, this is the older one, under its temporary name.
 
     Raises:
         ValueError: `directory` is itself a checkpoint.

@@ -46,17 +46,17 @@ from shardwise.torch_compat import dtensor
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint held besides the model and the optimizer.
+    """What a checkpoint contained besides the model and the optimizer.
 
     Attributes:
         path: the folder that was read; None if :func:`resume` has found no checkpoint.
-        shared: what was the same on all ranks; empty for a checkpoint that another program wrote.
-        per_rank: what this rank has written; None if another number of ranks wrote the checkpoint, or
-            nothing.
-        world_size: how many ranks wrote it; None if it does not say.
-        missing: names that the model has and the checkpoint lacks, and `states.NAME` for an object; only
-            with `strict=False`.
-        unexpected: names that the checkpoint has and the model lacks; only with `strict=False`.
+        shared: the values that were the same on all ranks; empty for a checkpoint that another program wrote.
+        per_rank: the values that this rank saved; None if it saved none, or if another number of ranks wrote
+            the checkpoint.
+        world_size: how many ranks wrote it; None if it does not contain that.
+        missing: names in the model that are not in the checkpoint, and `states.NAME` for an object; only with
+            `strict=False`.
+        unexpected: names in the checkpoint that are not in the model; only with `strict=False`.
     """
 
     path: Path | None
@@ -101,30 +101,31 @@ def load_checkpoint(
     verify: bool = True,
     trust: bool = False,
 ) -> Loaded:
-    """Load a checkpoint of any number of ranks and any way of sharding into a model of any other.
+    """Load a checkpoint into a model, whatever the numbers of ranks and the ways of sharding.
 
-    Collective over all ranks of the default process group. Everything is checked before anything changes:
-    names, shapes and dtypes, that each tensor is there as a whole, that all ranks see the same save, and that
-    what this rank reads is what was written.
+    Collective over all ranks of the default process group. Before anything changes, it checks names, shapes
+    and dtypes, that each tensor is complete, that all ranks see the same save, and that this rank reads what
+    was written.
 
     A checkpoint may come from anywhere: loading it runs none of its code, and opens no file outside of its
-    folder. Values in it that are neither tensors nor plain (numbers, texts, lists, dicts) need `trust=True`.
+    folder. Values that are neither tensors nor plain (numbers, texts, lists, dicts) need `trust=True`.
 
     Args:
         path: a folder that :func:`save_checkpoint` or torch's recipe wrote,
             `dcp.save({"model": ..., "optimizer": ...})`.
         model: parameters on the meta device get memory first.
-        optimizer: one, or several, of the same kind as were saved; None leaves theirs in the checkpoint.
-            Hyperparameters come from the checkpoint, as with `optimizer.load_state_dict`.
-        states: objects whose states are loaded, by the names under which they were saved. Tensors that
-            `state_dict()` shows are read into; then `load_state_dict` is called.
-        strict: False lets names be missing on either side, and reports them. Objects in `states` that the
-            checkpoint does not have stay as they are.
-        convert_dtype: convert floating-point tensors that the checkpoint has in another dtype.
-        verify: compare what is read with the digests that were written with it (with the sums in torch's
-            records where torch wrote it, which has no digests). Each rank reads its part twice, the second
-            time mostly from the memory of the operating system. False leaves that out.
-        trust: make objects of any class. That can run any code that whoever wrote the checkpoint has put in.
+        optimizer: one optimizer, or several, of the same kind as those that were saved. None does not load
+            their state. Hyperparameters come from the checkpoint, as with `optimizer.load_state_dict`.
+        states: objects whose states are loaded, by the names under which they were saved. Values are read
+            into the tensors that `state_dict()` returns; then `load_state_dict` is called.
+        strict: False allows names to be missing on either side, and reports them. Objects in `states` that
+            the checkpoint does not have stay as they are.
+        convert_dtype: convert floating-point tensors that have another dtype in the checkpoint.
+        verify: compare the data with the digests that were saved with it (if torch wrote the checkpoint,
+            which has no digests, with the checksums in torch's records). Each rank reads its part twice, the
+            second time mostly from the cache of the operating system. False skips this.
+        trust: create objects of any class. That can run any code that the author of the checkpoint has put
+            in.
 
     Returns:
         A :class:`shardwise.checkpoint.Loaded`.
@@ -132,12 +133,12 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is no checkpoint at `path`, or another job has replaced it meanwhile.
         PermissionError: this process may not read it.
-        ValueError: the checkpoint is damaged, not the same on all hosts, not one of this model, optimizer or
-            states, or holds objects that only `trust=True` makes. Nothing has changed.
+        ValueError: the checkpoint is damaged, differs between hosts, does not belong to this model, optimizer
+            or states, or contains objects that need `trust=True`. Nothing has changed.
         RuntimeError: reading failed half-way. The model refuses to run until a load has succeeded.
 
-    Every rank reads its own part, into its shards. At most one written piece of a parameter is in memory
-    besides; pieces are as large as the shards of the ranks that wrote.
+    Every rank reads its own part into its shards. In addition, at most one saved piece of a parameter is in
+    memory; pieces are as large as the shards of the ranks that saved.
 
     Example::
 
@@ -344,9 +345,8 @@ def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[
     own = list(map(kind_of, optimizers))
     if saved is not None and not set(own) <= set(saved):
         raise ValueError(
-            f"{manifest.path} holds the state of {listed(saved)}, and is to be loaded into {listed(own)}. "
-            "The state of one kind of optimizer means nothing to another: build the same, or load the model "
-            "alone."
+            f"{manifest.path} holds the state of {listed(saved)}, but is loaded into {listed(own)}. One "
+            "kind of optimizer cannot use the state of another: build the same kind, or load only the model."
         )
 
 

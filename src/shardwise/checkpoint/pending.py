@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class PendingSave:
-    """A save that may still be going on in the background; returned by :func:`save_checkpoint`."""
+    """A save that may still be running in the background; returned by :func:`save_checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Ranks may see it at different moments."""
+        """Whether it has ended, with or without an error. Ranks may see this at different moments."""
         return self._done.is_set()
 
     def wait(self) -> Path:
@@ -38,7 +38,7 @@ class PendingSave:
             Its path.
 
         Raises:
-            Exception: what failed, on all ranks the same, and at each call.
+            Exception: the error of the save, the same on all ranks, and in each call.
         """
         self._end()
         self._was_told = True

@@ -34,17 +34,17 @@ def resume(
     Collective over all ranks of the default process group. The first rank looks for the checkpoint, as
     :func:`latest_checkpoint` does, and all ranks load that one. If there is none, or no `directory`, nothing
     is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty. The first rank logs which
-    checkpoint it has found, or that it found none.
+    checkpoint it found, or that it found none.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
         model: see :func:`load_checkpoint`, also for the following arguments.
         optimizer: one, or several.
         states: objects whose states are loaded, by name.
-        strict: False lets names be missing on either side.
+        strict: False allows names to be missing on either side.
         convert_dtype: convert floating-point tensors of another dtype.
-        verify: compare what is read with its digests.
-        trust: make objects of any class, which can run any code.
+        verify: compare the data with its digests.
+        trust: create objects of any class, which can run any code.
 
     Returns:
         What was loaded besides the model and the optimizer. Its `step` is the one that was saved.

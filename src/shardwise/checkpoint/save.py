@@ -60,47 +60,48 @@ def save_checkpoint(
     asynchronous: bool = False,
     keep: int | None = None,
 ) -> PendingSave:
-    """Write a checkpoint; it is at `path` whole or not at all, whatever happens meanwhile.
+    """Write a checkpoint to `path`, completely or not at all.
 
-    Collective over all ranks of the default process group, also those that have no part of the model. It is
-    written beside `path`, synced to disk, and moved there when all ranks have written; what was there before
-    is found until then. The folder is one of `torch.distributed.checkpoint`, with the keys of torch's recipe,
-    `{"model": ..., "optimizer": ...}`.
+    Collective over all ranks of the default process group, including those that have no part of the model.
+    The checkpoint is written beside `path`, synced to disk, and moved to `path` when all ranks have written;
+    until then, `path` has the earlier one. The folder is one of `torch.distributed.checkpoint`, with the keys
+    of torch's recipe, `{"model": ..., "optimizer": ...}`.
 
     Args:
         path: a folder on a file system that all ranks see, the same path on all of them.
         model: sharded or not.
-        optimizer: one, or several, whose state is saved by the names of parameters.
+        optimizer: one optimizer, or several, whose state is saved by parameter name.
         states: objects with `state_dict()` and `load_state_dict()`, by names: a :class:`shardwise.state.EMA`,
-            a scheduler of the learning rate, a gradient scaler. Their DTensors are written as the model's
-            are, and may be loaded by any number of ranks; all else in their states is the same on all ranks.
-        shared: what is the same on all ranks: a step, a position in the data. Values are tensors or anything
-            that pickles, and no DTensors; rank 0's are written. What is neither a tensor nor plain (numbers,
-            texts, lists, dicts) is loaded with `trust=True` only; a warning says so, here as elsewhere.
-        per_rank: what differs by rank: states of random generators (of numpy's, `bit_generator.state`, since
-            `numpy.random.get_state()` has an array), parameters that each rank trains by itself. Comes back
-            where as many ranks load.
-        asynchronous: copy everything to host memory and return; write in the background, while training goes
-            on. Costs host memory for this rank's shards.
-        keep: afterwards remove older checkpoints beside `path` whose names differ by the number at their end
-            only, in the order of :func:`latest_checkpoint`, such that this many are left. Nothing that is not
-            a complete checkpoint is removed.
+            a scheduler of the learning rate, a gradient scaler. Their DTensors are written like the model's,
+            and any number of ranks can load them; everything else in their states must be the same on all
+            ranks.
+        shared: values that are the same on all ranks, such as a step or a position in the data; those of rank
+            0 are written. They may be tensors, or anything that can be pickled, but not DTensors. Values that
+            are neither tensors nor plain (numbers, texts, lists, dicts) can be loaded only with `trust=True`;
+            a warning tells you, for `states` and `per_rank` as well.
+        per_rank: values that differ between ranks, such as states of random generators (for numpy,
+            `bit_generator.state`, since `numpy.random.get_state()` has an array), or parameters that each
+            rank trains by itself. They are loaded only by the same number of ranks.
+        asynchronous: copy everything to host memory and return; write in the background, while training
+            continues. Costs host memory for this rank's shards.
+        keep: keep this many checkpoints. Afterwards, older ones beside `path` are removed, in the order of
+            :func:`latest_checkpoint`, if their names differ only in the number at the end. Only complete
+            checkpoints are removed.
 
     Returns:
-        A :class:`shardwise.checkpoint.PendingSave`; without `asynchronous` it has ended. Wait for the last
+        A :class:`shardwise.checkpoint.PendingSave`, which without `asynchronous` has ended. Wait for the last
         one before `destroy_process_group`.
 
     Raises:
-        ValueError: ranks disagree on the arguments, or on the values of a trainable parameter that is not
-            sharded, and that `per_rank` does not hold as well; the optimizer's state cannot be saved,
-            `shared` or `per_rank` has DTensors, or something is of a tensor subclass that torch would not
-            read again.
-        FileExistsError: `path` is something else than a checkpoint, or another job saves there all the time.
-        OSError: a rank could not write. All ranks raise the same, the checkpoint before is untouched, and
-            what was written is removed as far as possible.
+        ValueError: ranks disagree on the arguments, or on the values of a trainable parameter that is neither
+            sharded nor in `per_rank`; the optimizer's state cannot be saved; `shared` or `per_rank` has
+            DTensors; or a value is of a tensor subclass that torch could not read again.
+        FileExistsError: `path` is not a checkpoint, or another job keeps saving to it.
+        OSError: a rank could not write. All ranks raise the same error, the earlier checkpoint is untouched,
+            and the new files are removed as far as possible.
 
-    Costs no memory beyond one parameter's shard at a time (see `asynchronous`), and a few collectives of
-    small objects. A save waits for the one before it.
+    Costs the memory of one parameter's shard at a time (see `asynchronous`), and a few collectives of small
+    objects. A save waits for the previous one.
 
     Example::
 

@@ -33,20 +33,20 @@ Edges = dict[Step, list[Step]]
 def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None) -> dict[str, Any]:
     """Options of Inductor for a graph that sharded modules communicate in.
 
-    ``torch.compile(model, fullgraph=True, options=shardwise.compile_options())``. Without options a graph has
-    one collective for all parameters of a ``fully_shard`` call and dtype, and waits for each where it begins.
-    Blocks that are compiled on their own need none: their collectives are outside of their graphs.
+    ``torch.compile(model, fullgraph=True, options=shardwise.compile_options())``. Without options, a graph
+    has one collective for all parameters of a ``fully_shard`` call and dtype, and waits for each as soon as
+    it has started it. Blocks that are compiled separately need no options, since their collectives are
+    outside of their graphs.
 
     Args:
-        overlap: whether to let collectives run beside computation, in the order of eager runs: the next
-            group is unsharded while one computes, and its gradients are waited for when the next ones leave.
-            That takes memory: a model of 6 or 10 equal blocks had 3.2 of them in memory in forward, 6.0 in
-            backward (full parameters, gradients and their packed copies), instead of 1.7 and 3.0.
-        bucket_cap_mb: merge neighbouring collectives up to so many megabytes (10^6 bytes, as in
-            :func:`shard_model`) of full parameters or gradients, by the passes that ship with torch. None
-            merges none. For blocks of less than a
-            few megabytes, whose collectives take longer to begin than to send. All of a bucket is in
-            memory at once.
+        overlap: whether collectives run during computation, in the order of eager runs: the next group is
+            unsharded while one computes, and the graph waits for its gradients when the next ones are sent.
+            This needs memory: a model of 6 or 10 equal blocks had 3.2 of them in memory in forward, and 6.0
+            in backward (full parameters, gradients and their packed copies), instead of 1.7 and 3.0.
+        bucket_cap_mb: merge neighbouring collectives up to this many megabytes (10^6 bytes, as in
+            :func:`shard_model`) of full parameters or gradients, with torch's own passes. None merges none.
+            Use it for blocks of less than a few megabytes, whose collectives take longer to start than to
+            send. All of a bucket is in memory at once.
 
     Returns:
         A new dict, to which other options of Inductor may be added.

@@ -115,7 +115,7 @@ class Job:
         """What ``function`` returns on each rank, on all ranks. It travels as JSON.
 
         Raises:
-            CheckFailed: it has raised on any rank, or a rank has told nothing in time.
+            CheckFailed: it has raised on any rank, or a rank has sent nothing in time.
         """
         told: dict[str, Any] = {}
         try:
@@ -166,7 +166,7 @@ class Job:
 
         def check() -> None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"doctor: rank 0 has told nothing within {within_s:g} s. Has it ended?")
+                raise TimeoutError(f"doctor: rank 0 has sent nothing within {within_s:g} s. Has it ended?")
 
         return self._board.wait_for(key, check)
 

@@ -44,8 +44,8 @@ def memory_in_bytes(caller: str, memory: Any) -> int:
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
     if num_bytes == 0:
         raise ValueError(
-            f"{caller}: memory '{memory}' is no amount of memory. Pass a number above 0 and a unit: 80GB is "
-            "80 * 10^9 bytes, 80GiB is 80 * 2^30."
+            f"{caller}: memory '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
+            "is 80 * 10^9 bytes, 80GiB is 80 * 2^30."
         )
     return num_bytes
 

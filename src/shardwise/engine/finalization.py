@@ -69,7 +69,7 @@ class Finalization:
         if self.handle is not None and self.handle.is_pending:
             raise RuntimeError(
                 f"{name}: {what} while gradients are still being reduced: finalize_backward(async_op=True) "
-                "returned a handle, and nobody has called its wait(). Call it before."
+                "returned a handle whose wait() was not called. Call it first."
             )
         self.handle = None
 

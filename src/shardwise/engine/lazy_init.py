@@ -47,7 +47,7 @@ class LazyInit:
             for ahead in (*(settings.forward_prefetch or ()), *(settings.backward_prefetch or ())):
                 if ahead not in self._groups:
                     raise RuntimeError(
-                        f"{group.name}: it was told to prefetch {ahead.name}, which is not part of the same "
+                        f"{group.name}: it is set to prefetch {ahead.name}, which is not part of the same "
                         "sharded model, so that the two share no root. Call fully_shard on the module around "
                         "both, or choose modules of this model."
                     )

@@ -50,7 +50,7 @@ class Inference(Feature):
         """Refuse a backward."""
         raise RuntimeError(
             f"{self.root.name}: a backward inside inference(), "
-            "which keeps full parameters whose gradients nobody reduces. Train outside of it."
+            "which keeps full parameters whose gradients are not reduced. Train outside of it."
         )
 
     def forward_begins(self) -> None:

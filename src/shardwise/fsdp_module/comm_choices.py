@@ -21,8 +21,8 @@ def check_choice(module: Any, method: str, others: Sequence[str]) -> None:
     for other in others:
         if other in group.choices:
             raise ValueError(
-                f"{method}: {group.name} was told by {other} how to communicate, and the two do not go "
-                "together: each brings buffers or collectives of its own. Use one of the two."
+                f"{method}: {other} has set how {group.name} communicates, and the two cannot be "
+                "combined: each brings its own buffers or collectives. Use one of the two."
             )
 
 

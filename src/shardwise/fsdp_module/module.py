@@ -37,7 +37,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the unshard; from then on the module's attributes are the full parameters.
 
-        Does nothing if they are there already, or were resharded since.
+        Does nothing if they are unsharded already, or were resharded since.
 
         Raises:
             RuntimeError: the all-gather failed, usually because another rank did.
@@ -106,7 +106,7 @@ class FSDPModule:
 
         Raises:
             TypeError: ``async_op`` is not a bool.
-            RuntimeError: parameters have no values yet (meta device), were added after ``fully_shard`` or
+            RuntimeError: parameters have no values yet (meta device), were added after ``fully_shard``, or
                 are summoned by ``unsharded()``.
 
         Example::
@@ -143,7 +143,7 @@ class FSDPModule:
         module_state.root.reshard(module_state.group)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether parameters are resharded after forward, in place of what ``fully_shard`` was told.
+        """Choose whether parameters are resharded after forward; overrides the argument of ``fully_shard``.
 
         A forward without gradients reshards at its end in either case: no backward will use the parameters.
 
@@ -156,11 +156,12 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are resharded after backward (by default they are).
 
-        The next forward unshards again what has changed meanwhile: all trainable groups after the step of an
-        optimizer of torch's, or of a class derived from one; nothing after a backward without gradient
-        synchronisation (``set_requires_gradient_sync(False)``, ``no_sync``), where nothing may change.
-        Otherwise, as after a step that is written by hand, each rank compares its shards, and an all-reduce
-        of one flag per group tells whether those of any rank have changed; the host waits for the device.
+        The next forward unshards again what has changed meanwhile. After the step of an optimizer of torch's,
+        or of a class derived from one, these are all trainable groups. After a backward without gradient
+        synchronisation (``set_requires_gradient_sync(False)``, ``no_sync``), weights may not change, and
+        nothing is unsharded. In all other cases, such as a step that you write yourself, each rank compares
+        its shards, and an all-reduce of one flag per group shows whether those of any rank have changed; the
+        host waits for the device.
 
         Args:
             reshard_after_backward: False keeps the full parameters, and their memory, for the next
@@ -176,16 +177,16 @@ class FSDPModule:
         """Choose whether backward unshards this module's own group (by default it does).
 
         Args:
-            unshard_in_backward: False saves an all-gather where backward does not read the parameters, as
-                for an embedding. A backward that does read them raises autograd's error about variables
-                "modified by an inplace operation", for their memory was freed.
+            unshard_in_backward: False saves an all-gather if backward does not read the parameters, as for an
+                embedding. A backward that does read them raises autograd's error about variables
+                "modified by an inplace operation", since their memory was freed.
         """
         _set_flag(self, "unshard_in_backward", unshard_in_backward, recurse=False)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters keep their memory while they are resharded (by default they do not).
 
-        Costs the memory of the full parameters of all these groups at once; the all-gathers stay.
+        Costs the memory of the full parameters of all these groups at once. All-gathers still run.
 
         Args:
             keep: True keeps the data pointers of full parameters the same from the first unshard on, as CUDA
@@ -202,7 +203,7 @@ class FSDPModule:
         """Choose what this module's forward prefetches, in place of the recorded order.
 
         Each prefetched group holds its full parameters from then on. ``CommPolicy.max_prefetched`` still
-        limits how many there are at once. All ranks must choose the same.
+        limits the number of these groups. All ranks must choose the same.
 
         Args:
             modules: sharded modules of the same model, whose groups are unsharded in this order when this
@@ -223,7 +224,7 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Choose what this module's backward prefetches, in place of the recorded order.
 
-        All else is as in :meth:`set_modules_to_forward_prefetch`.
+        Otherwise the same as :meth:`set_modules_to_forward_prefetch`.
 
         Args:
             modules: sharded modules of the same model, in the order in which to unshard them when this
@@ -263,8 +264,8 @@ class FSDPModule:
     ) -> None:
         """Choose whether parameters without a gradient are reduced as zeros (by default they are left out).
 
-        For ranks that use different parameters of one group. The group then reduces at the end of backward
-        instead of as soon as its gradients are complete, so more full gradients are held at once. All ranks
+        Use it if ranks use different parameters of one group. The group then reduces at the end of backward,
+        not as soon as its gradients are complete, so more full gradients are in memory at once. All ranks
         must run the module itself, and its outputs must enter the loss. A parameter that no rank has used
         gets a gradient of zeros.
 
@@ -311,8 +312,8 @@ class FSDPModule:
 
         Raises:
             TypeError: ``factor`` is no number.
-            ValueError: it is not above 0 or not finite, or the gradients are reduced by a function that was
-                given to ``register_comm_hook``: it divides by itself.
+            ValueError: it is not above 0 or not finite, or a function given to ``register_comm_hook`` reduces
+                the gradients, since that function also divides.
 
         Example::
 
@@ -333,7 +334,7 @@ class FSDPModule:
         _configure(self, recurse, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do what :meth:`set_gradient_divide_factor` does, of which this is FSDP2's former name.
+        """Do the same as :meth:`set_gradient_divide_factor`; this is FSDP2's former name for it.
 
         Args:
             factor: a finite number above 0.
@@ -375,7 +376,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether the back end only sums the gradients of this module's own group.
 
-        The division is then an operation of its own instead of part of the collective.
+        The division is then a separate operation instead of part of the collective.
 
         Args:
             enable: True for back ends that cannot average. False (the initial state) averages where the back
@@ -390,8 +391,8 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: Any) -> None:
         """Unshard this module's own group with the caller's all-gather.
 
-        All parameters of the group then travel packed in one call: this costs a buffer of the group's full
-        parameters, and a copy out of it.
+        All parameters of the group are then packed and sent in one call. This costs a buffer of the group's
+        full parameters, and a copy out of it.
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which returns the output
@@ -419,9 +420,10 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own group with the caller's reduce-scatter.
 
-        The counterpart of :meth:`set_custom_all_gather`. All gradients of one dtype then travel packed in one
-        call: this costs a buffer of the group's full gradients, and a copy into it. The division by the
-        number of ranks comes after the call (float16: in part before it, lest the sum overflow).
+        The counterpart of :meth:`set_custom_all_gather`. All gradients of one dtype are then packed and sent
+        in one call. This costs a buffer of the group's full gradients, and a copy into it. The division by
+        the number of ranks comes after the call (for float16, partly before it, so that the sum does not
+        overflow).
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device) -> Tensor``, which returns the input
@@ -440,10 +442,10 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether this module's own group communicates from memory of the process group's allocator.
 
-        All its parameters, and all its gradients, then travel packed in one call each, with a copy, instead
-        of directly from and to where they lie. Shards are all-gathered in place, so that the back end reads
-        and writes parameters in that memory alone. Changes nothing if the back end has no allocator. A custom
-        all-gather or reduce-scatter that is set afterwards takes its place.
+        All its parameters, and all its gradients, are then packed and sent in one call each, which costs a
+        copy. Shards are all-gathered in place, so that the back end reads and writes parameters only in that
+        memory. Changes nothing if the back end has no allocator. A custom all-gather or reduce-scatter that
+        is set afterwards replaces it.
 
         Args:
             enable: True allocates there. False (the initial state) goes back to ordinary memory.
@@ -455,26 +457,26 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Unshard this module's own group through symmetric memory. Needs CUDA and NCCL.
 
-        All parameters of the group then travel packed in one call: each rank copies its shard to its place in
-        a buffer of full parameters, the call fills the rest, and a copy leads out of it. The buffer is set up
-        collectively, in the first forward, and kept; groups of one size share it. NCCL chooses faster
-        kernels for such memory. None at all, but the copy engines, so that all-gathers take nothing from the
-        computation, if the process group of the mesh was made for it (NCCL 2.28 or later; ranks within
-        NVLink's reach)::
+        All parameters of the group are then packed and sent in one call: each rank copies its shard to its
+        place in a buffer of full parameters, the call fills the rest, and parameters are copied out of it.
+        The ranks set up the buffer together in the first forward, and keep it; groups of one size share it.
+        NCCL chooses faster kernels for such memory. With NCCL 2.28 or later, and ranks that NVLink connects,
+        it can use the copy engines instead of kernels, so that all-gathers do not slow the computation. The
+        process group of the mesh must be made for that::
 
             options = dist.ProcessGroupNCCL.Options()
             options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
             dist.init_process_group("nccl", device_id=device, pg_options=options)
 
-        Tried on a GPU with one rank only.
+        This has run on a GPU only with one rank.
 
         Args:
             backend: "NCCL" (default), the only one supported.
 
         Raises:
             ValueError: ``backend`` is another, or the mesh is not of CUDA devices.
-            RuntimeError: symmetric memory of another back end was allocated before in this process, which has
-                one back end for it.
+            RuntimeError: symmetric memory of another back end was allocated before in this process, which can
+                have only one such back end.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm: backend is {backend!r}; only 'NCCL' is supported.")
@@ -489,11 +491,11 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether reduce-scatters have a process group of their own, apart from the all-gathers.
 
-        By default they have one on NCCL alone, whose collectives of one communicator run one after the other.
-        The next forward creates the process group, which is collective, and the next with gradients connects
-        it. A second communicator takes memory on each device, 0.4 GB by the defaults of NCCL 2.28 on an H200,
-        which ``torch.cuda.max_memory_allocated`` does not show. ``NCCL_BUFFSIZE`` and ``NCCL_MAX_CTAS`` make
-        it smaller. The time that it saves has not been measured.
+        By default they have one only on NCCL, where the collectives of one communicator run one after the
+        other. The next forward creates the process group, which is collective, and the next forward with
+        gradients connects it. A second communicator needs memory on each device: 0.4 GB with the defaults of
+        NCCL 2.28 on an H200, which ``torch.cuda.max_memory_allocated`` does not show. ``NCCL_BUFFSIZE`` and
+        ``NCCL_MAX_CTAS`` make it smaller. We have not measured the time that it saves.
 
         Args:
             enable: True (default) creates one; False shares that of the all-gathers.
@@ -509,9 +511,9 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limit how many groups' full gradients may be in flight, beside those of the group in backward.
 
-        A larger limit lets communication that is slower than the computation fall further behind, for the
-        memory of that many groups' full gradients. Where large gradients are reduced before the rest of
-        their group (``CommPolicy.part_bytes``), those present and in flight take no more memory than
+        With a larger limit, communication that is slower than the computation may fall further behind, at the
+        cost of memory for that many groups' full gradients. If large gradients are reduced before the rest of
+        their group (``CommPolicy.part_bytes``), those present and in flight need no more memory than
         ``max_input_buffers`` of the largest groups.
 
         Args:
@@ -533,7 +535,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
 
-        The event is used once. For the root module.
+        The event is used once. Call it on the root module.
 
         Args:
             event: of the mesh's device, recorded after the optimizer step. On a CPU mesh it does nothing and
@@ -565,13 +567,13 @@ class FSDPModule:
         check_flags("set_is_last_backward", is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether the caller ends backwards, with :meth:`finalize_backward`. For the root module.
+        """Choose whether the caller ends backwards, with :meth:`finalize_backward`. Call it on the root.
 
-        For pipeline schedules in which the reduction of gradients is a step of its own. Gradients that a
-        backward reduces as it goes are still in ``.grad`` when it returns. Left to the caller, unreduced and
-        in memory, are full gradients of backwards without synchronisation, and those that ranks reduce at
-        the same moment: of modules with ``set_reduce_scatter_unused_params`` or ``set_may_be_unused``, and
-        of ``set_reduce_ignored_params``.
+        Use it for pipeline schedules in which the reduction of gradients is a separate step. Gradients that a
+        backward reduces as it runs are still in ``.grad`` when it returns. Two kinds of gradients stay
+        unreduced in memory until the caller reduces them: full gradients of backwards without
+        synchronisation, and those that ranks reduce at the same moment (of modules with
+        ``set_reduce_scatter_unused_params`` or ``set_may_be_unused``, and of ``set_reduce_ignored_params``).
 
         Args:
             enabled: True leaves these reductions to ``finalize_backward()``. False (the initial state) runs
@@ -602,7 +604,7 @@ class FSDPModule:
         Raises:
             TypeError: ``async_op`` is not a bool.
             RuntimeError: this is not the root module, finalization is not manual, a forward or backward is
-                running, or nobody has waited for the handle of an earlier call.
+                running, or the handle of an earlier call was not waited for.
 
         Example::
 
@@ -626,7 +628,7 @@ class FSDPModule:
 
         After ``zero_grad()`` the next iteration runs without this call as well: it notices the failure and
         drops that backward's gradients. This call also drops, and frees, the unreduced gradients of earlier
-        microbatches. For the root module; needs no communication.
+        microbatches. Call it on the root module; it needs no communication.
 
         Raises:
             RuntimeError: this is not the root module.

@@ -154,7 +154,7 @@ def _refuse_new_ties(replacements: Sequence[tuple[Param, nn.Parameter | None]]) 
         first = owners.setdefault(id(param.sharded if new is None else new), param)
         if first is not param:
             raise RuntimeError(
-                f"{first.fqn} and {param.fqn} were tied after fully_shard: one parameter stands in both "
+                f"{first.fqn} and {param.fqn} were tied after fully_shard: one parameter is in both "
                 "places now. Tie them before fully_shard, or keep two parameters."
             )
 

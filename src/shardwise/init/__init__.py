@@ -1,8 +1,8 @@
-"""Values for models without: on the meta device, or partly loaded.
+"""Values for models that have none: on the meta device, or partly loaded.
 
 materialize           values for what is on the meta device
 sync_module_states    the values of one rank for all
-check_replicas        refuse copies that differ between ranks
+check_replicas        raise an error if copies differ between ranks
 """
 
 from shardwise.init.initialise import check_replicas, materialize, sync_module_states

@@ -45,9 +45,9 @@ def materialize(
 ) -> _ModuleT:
     """Give memory and values to all parameters and buffers of ``model`` that are on the meta device.
 
-    For models that no rank has room for: built on the meta device, sharded, and initialised here, a group at
-    a time. The values are those that one process would give the whole model, bit for bit, whatever the number
-    of ranks, the strategy and the grouping::
+    Use it for models that do not fit on one rank: build the model on the meta device, shard it, and
+    initialise it with this function, which works on one group at a time. The values have the same bits as if
+    one process initialised the whole model, with any number of ranks, strategy and grouping::
 
         model.to_empty(device=device)
         for module in modules_with_meta_tensors_of_their_own:  # children before parents
@@ -56,33 +56,33 @@ def materialize(
     where ``init`` is ``init_fn`` if given, else the module's ``reset_parameters()`` or
     ``_reset_parameters()``. Each is called once for each module that directly has tensors without values,
     under ``torch.no_grad()``; every rank draws all numbers and keeps its part. Meanwhile the module sees
-    plain tensors of the global shape (those of tensor parallelism as well): its own, and those of modules
-    inside it that are in its group. All else is sharded, and may not be written. Sharded parameters are drawn
-    as if they were contiguous.
+    plain tensors of the global shape (with tensor parallelism as well): its own, and those of modules inside
+    it that are in its group. Everything else is sharded, and must not be written. Sharded parameters are
+    drawn as if they were contiguous.
 
-    Values that are there already are left alone. Parameters stay the same objects, so that an optimizer may
-    have been built before. All ranks draw from the random state of the first, on the CPU and on ``device``. A
-    rank that had the same goes on from where it ends, as one process would; any other has its own again
-    afterwards. Random numbers of other libraries are the caller's affair.
+    Existing values do not change. Parameters stay the same objects, so you may build an optimizer before. All
+    ranks draw from the random state of the first rank, on the CPU and on ``device``. A rank that had the same
+    state continues from where it ends, as one process would; any other rank gets its own state back. The
+    caller must handle random numbers of other libraries.
 
-    Collective. Costs the full parameters of one group beside the shards; communicates random states, and a
-    group's parameters where modules that come later in the walk see them again.
+    Collective. Costs the full parameters of one group in addition to the shards. It communicates random
+    states, and parameters of a group that later modules see again.
 
     Args:
         model: sharded, in part or not at all; also a part of a sharded model.
         init_fn: called with a module, to initialise its own parameters and buffers: in place, through
             ``.data``, or by assigning tensors of the same shape and dtype.
-        device: where values are drawn. "cpu" draws what a CPU would, whatever the shards are on. None: the
-            device of the mesh. Shards and buffers always come to where they are kept.
+        device: where values are drawn. "cpu" draws the values of a CPU, for shards on any device. None: the
+            device of the mesh. Shards and buffers always move to where they are kept.
 
     Returns:
         ``model`` itself.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.
-        RuntimeError: tensors got no values, or ones that do not fit; an init wrote to a shard; ranks disagree
-            about what has no values; a forward, a backward or ``unsharded`` is running. What raises in an
-            init comes through with a note that names the module, which has no values then.
+        RuntimeError: tensors got no values, or values that do not fit; an init wrote to a shard; ranks
+            disagree about which tensors have no values; a forward, a backward or ``unsharded`` is running. An
+            error in an init is raised with a note that names the module, which then has no values.
 
     Example::
 
@@ -119,17 +119,17 @@ def materialize(
 
 @monitored
 def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
-    """Have all ranks begin with the parameters and buffers, persistent or not, of rank ``src``.
+    """Give all ranks the parameters and buffers, persistent or not, of rank ``src``.
 
-    Ranks that receive may have theirs on the meta device: those get memory first, and stay the same objects.
+    Ranks that receive may have theirs on the meta device; these get memory first, and stay the same objects.
 
-    Of a sharded parameter, each rank takes over the shards of the replica that ``src`` is in. What every rank
-    keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from ``src``. Of a
-    model that is not sharded, everything does, over the default process group: call it before
-    ``fully_shard`` where ranks may have loaded or drawn different values.
+    Of a sharded parameter, each rank gets the shards of the replica that contains ``src``. What every rank
+    keeps whole (buffers, scalars, ignored parameters and ones that are not sharded) comes from ``src``. If
+    the model is not sharded, everything comes from ``src``, over the default process group: call it before
+    ``fully_shard`` if ranks may have loaded or drawn different values.
 
     Collective. Sends every such byte once along each mesh dimension of copies, packed into broadcasts of 32
-    MiB, and takes that much memory.
+    MiB, and needs that much memory.
 
     Args:
         model: sharded or not.
@@ -137,11 +137,11 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
 
     Raises:
         ValueError: ``src`` is not one of the ranks that share the model.
-        RuntimeError: what a rank is to send is on the meta device, ranks have different models, or a
-            forward, a backward or ``unsharded`` is running.
+        RuntimeError: the values to send are on the meta device, ranks have different models, or a forward, a
+            backward or ``unsharded`` is running.
         NotImplementedError: a parameter is of a tensor subclass.
 
-    All ranks raise alike.
+    All ranks raise the same error.
 
     Example::
 
@@ -179,22 +179,22 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
 
 @monitored
 def check_replicas(model: nn.Module) -> None:
-    """Raise if copies of a parameter differ between ranks that must hold the same.
+    """Raise an error if copies of a parameter differ between ranks that must hold the same values.
 
-    Those are the shards of replicas (strategies ddp and hybrid), scalars in sharded groups, and what tensor
-    parallelism replicates. Plain parameters are not looked at, be they ignored or in modules that are not
-    sharded: nobody keeps them equal.
+    Such copies are the shards of replicas (strategies ddp and hybrid), scalars in sharded groups, and what
+    tensor parallelism replicates. Plain parameters, ignored or in modules that are not sharded, are not
+    compared, since the library does not keep them equal.
 
-    The first forward with gradients of a model with replicas does this by itself, once, and so is collective
-    over the replicas, as its backward is: a dry run of it on one rank alone hangs. Do it under
-    ``torch.no_grad()``, where nothing is compared.
+    In a model with replicas, the first forward with gradients does this automatically, once. It is therefore
+    collective over the replicas, as its backward is: if only one rank runs it, as a dry run, it hangs. Run it
+    under ``torch.no_grad()``, where nothing is compared.
 
-    Collective. Reads each shard once, and sums up a few numbers over each mesh dimension; no parameters
-    travel.
+    Collective. Reads each shard once, and sums a few numbers over each mesh dimension; no parameters are
+    sent.
 
     Raises:
-        RuntimeError: on all ranks alike, with the names of the parameters and the ranks that differ; also
-            where one of them cannot compare, for want of values, or since a forward is running.
+        RuntimeError: on all ranks, with the names of the parameters and the ranks that differ; also if one of
+            the ranks cannot compare, because parameters have no values or a forward is running.
 
     Example::
 
@@ -302,7 +302,7 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
     ]
     if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
         raise RuntimeError(
-            f"sync_module_states: rank {dist.get_rank()} is to send them, or has nobody to take them from: "
+            f"sync_module_states: rank {dist.get_rank()} must send them, or no other rank can: "
             f"{meta_message(names)}"
         )
     if any(tensor.is_meta for _, tensor in named):

@@ -1,10 +1,10 @@
 """What other frameworks need so that they train on the shards of this library.
 
-install, uninstall    give the names of torch's ``fully_shard`` to this library, and back
-installed             the same for a ``with`` statement
+install, uninstall    make torch's names for ``fully_shard`` refer to this library; undo that
+installed             the same inside a ``with`` statement
 
 PipelineStage             a stage of torch.distributed.pipelining that reduces once a step
-follow_unshard_actions    has it unshard and reshard when the schedule says so
+follow_unshard_actions    makes stages unshard and reshard when the schedule asks for it
 """
 
 from typing import TYPE_CHECKING, Any

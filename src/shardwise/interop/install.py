@@ -50,22 +50,22 @@ _is_installed = False  # of the process, as the names of modules are
 
 
 def install() -> None:
-    """From now on, let code that was written for torch's ``fully_shard`` use this library.
+    """From now on, make code that was written for torch's ``fully_shard`` use this library.
 
-    The names of ``fully_shard`` in ``torch.distributed.fsdp`` and ``torch.distributed._composable.fsdp`` are
-    replaced: the function, ``FSDPModule``, its policies and helpers, and ``PipelineStage`` in
-    ``torch.distributed.pipelining``. So they are in each loaded module that has imported them at its top. The
-    logger ``shardwise`` says once, at level INFO, what was replaced.
+    This replaces the names of ``fully_shard`` in ``torch.distributed.fsdp`` and
+    ``torch.distributed._composable.fsdp`` (the function, ``FSDPModule``, its policies and helpers) and
+    ``PipelineStage`` in ``torch.distributed.pipelining``. It also replaces them in each loaded module that
+    has imported them at its top. The logger ``shardwise`` lists the replaced names once, at level INFO.
 
     While installed, ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true for modules that this
-    library has sharded, and for those of torch. Policies of torch's classes are understood. Pipeline stages
-    that are made while installed are :class:`shardwise.interop.PipelineStage` where this library has sharded
-    their module, and torch's otherwise. ``FullyShardedDataParallel.summon_full_params`` summons the full
-    parameters of what this library has sharded, as :func:`shardwise.unsharded` does; else that class stays as
-    it is.
+    library or torch has sharded. Policies of torch's classes work. Pipeline stages that are made while
+    installed are :class:`shardwise.interop.PipelineStage` if this library has sharded their module, and
+    torch's otherwise. ``FullyShardedDataParallel.summon_full_params`` summons the full parameters of what
+    this library has sharded, as :func:`shardwise.unsharded` does; otherwise that class stays as it is.
 
-    Holds for the process; call it before the model is sharded. Calling it again looks through modules that
-    were loaded since. Not reached are names that a function has taken into its own variables before.
+    Applies to the whole process; call it before the model is sharded. A second call also replaces names in
+    modules that were loaded since. Names that a function has stored in its own variables before are not
+    replaced.
 
     Example::
 
@@ -85,9 +85,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give the names that ``install`` has replaced back to torch, in modules imported meanwhile too.
+    """Restore torch's names that ``install`` has replaced, in modules imported meanwhile as well.
 
-    Models that are sharded stay as they are, and train on. Does nothing if nothing is installed.
+    Sharded models stay as they are, and can still train. Does nothing if nothing is installed.
     """
     global _is_installed
     with _lock:
@@ -98,7 +98,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Inside the ``with`` statement, let code that was written for torch's ``fully_shard`` use this library.
+    """Inside the ``with`` statement, make code that was written for torch's ``fully_shard`` use this library.
 
     See :func:`install`. If it was installed before, it stays installed afterwards.
 

@@ -19,22 +19,22 @@ from shardwise.torch_compat import autograd
 class PipelineStage(pipelining.PipelineStage):
     """A pipeline stage whose module was given to ``fully_shard``: gradients are reduced once a step.
 
-    Takes the arguments of ``torch.distributed.pipelining.PipelineStage``, and all schedules take it. The
+    It has the arguments of ``torch.distributed.pipelining.PipelineStage``, and works with all schedules. The
     module may be sharded before or after the stage is made. Its mesh has no pipeline dimension: it may shard,
     replicate and, by tensor parallelism, divide the module over the ranks of one stage.
 
-    Full gradients of all groups, summed over microbatches, stay in memory to the end of the step. Parameters
-    with ``reshard_after_forward=False`` are all-gathered once a step and stay as well; others are gathered
-    for each forward, each backward and each half of a backward.
+    Full gradients of all groups, summed over microbatches, stay in memory until the end of the step.
+    Parameters with ``reshard_after_forward=False`` are all-gathered once a step and stay as well; others are
+    gathered for each forward, each backward and each half of a backward.
 
-    Each step adds the mean of its microbatches to ``.grad``, or their sum (``scale_grads=False``), also if
+    Each step adds the mean of its microbatches to ``.grad``, or their sum (``scale_grads=False``), even if
     ``.grad`` was not cleared. ``set_requires_gradient_sync(False)`` leaves the reduction to a later step.
 
     Raises:
         ValueError: in the first step: the module is not sharded, or is only a part of a sharded model; or
             there is a ``dw_builder``.
-        RuntimeError: in a step: the one before was not ended and its gradients not cleared, or gradients of
-            other steps were not cleared and were divided by another number of microbatches.
+        RuntimeError: in a step: the previous step has not ended and its gradients were not cleared, or
+            gradients of other steps were not cleared and were divided by another number of microbatches.
 
     Example::
 
@@ -59,7 +59,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.dw_builder is not None:
             raise ValueError(
                 f"PipelineStage {self.stage_index}: it was given a dw_builder, which computes gradients of "
-                "weights that nobody would reduce. Leave it out: schedules split backwards without it."
+                "weights that would not be reduced. Leave it out: schedules split backwards without it."
             )
         if self.has_backward:
             self._microbatches = microbatches_of(self.submod, self.stage_index)
@@ -133,19 +133,19 @@ class InstalledStage(pipelining.PipelineStage):
 
 
 def follow_unshard_actions(schedule: Any) -> None:
-    """Have the UNSHARD and RESHARD actions of ``schedule`` act on its stages, each a :class:`PipelineStage`.
+    """Make the UNSHARD and RESHARD actions of ``schedule`` act on its stages, each a :class:`PipelineStage`.
 
-    A schedule of several stages a rank unshards the stages that come next, three by default, and reshards the
-    others. Without this call a stage with ``reshard_after_forward=False`` is all-gathered when it is first
-    used, and stays unsharded to the end of the step. With it, all-gathers begin earlier, and ranks of four
-    stages and more have the full parameters of three in memory, for more all-gathers. Other stages are
-    resharded after each use in either case.
+    A schedule with several stages per rank unshards the stages that come next, three by default, and reshards
+    the others. Without this call, a stage with ``reshard_after_forward=False`` is all-gathered when it is
+    first used, and stays unsharded until the end of the step. With this call, all-gathers begin earlier, and
+    ranks with four or more stages have the full parameters of three in memory, at the cost of more
+    all-gathers. Other stages are resharded after each use in either case.
 
     Args:
-        schedule: one of several stages a rank, such as ``ScheduleInterleaved1F1B``.
+        schedule: one with several stages per rank, such as ``ScheduleInterleaved1F1B``.
 
     Raises:
-        TypeError: ``schedule`` has no such actions (GPipe, 1F1B), or a stage is none of ours.
+        TypeError: ``schedule`` has no such actions (GPipe, 1F1B), or a stage is not a :class:`PipelineStage`.
 
     Example::
 

@@ -384,7 +384,7 @@ def default_device_type(caller: str) -> str:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f"{caller}: there is no process group, so nobody to shard with. Call "
+            f"{caller}: there is no process group, and so no ranks to shard over. Call "
             "torch.distributed.init_process_group() first (torchrun sets what it reads), or pass mesh=."
         )
     pg = dist.group.WORLD

@@ -1,7 +1,7 @@
 """Looking at a sharded model: counts of its collectives, and what it has in memory.
 
-count_collectives    count those issued inside a ``with`` statement, by group; gives CollectiveCounts
-memory_snapshot      what each group has in memory, in bytes, and why; gives MemorySnapshot of GroupSnapshot
+count_collectives    count those issued in a ``with`` statement, by group; yields CollectiveCounts
+memory_snapshot      what each group has in memory, and why; returns a MemorySnapshot of GroupSnapshots
 """
 
 from shardwise.observe.collectives import CollectiveCounts, count_collectives

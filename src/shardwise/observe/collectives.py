@@ -22,8 +22,8 @@ from shardwise.groups.unsharded import Observer
 class CollectiveCounts:
     """How often each group of parameters was all-gathered and reduced; by the name of the group.
 
-    A group counts once however many messages its bytes travel in. What it does not need, it does not count:
-    a rank that shares shards with nobody unshards without communication.
+    A group counts once, even if its bytes are sent in many messages. Work without communication does not
+    count: a rank that shares no shards with others unshards without communication.
 
     Attributes:
         all_gather: all-gathers of parameters over the ranks that share them.
@@ -47,7 +47,7 @@ def count_collectives(model: nn.Module) -> Iterator[CollectiveCounts]:
         model: a module with sharded modules in it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: nothing in it is sharded.
 
     Example::

@@ -58,19 +58,20 @@ class GroupSnapshot(Sizes):
     Attributes:
         name: of the group, as in errors and events, seen from the outermost sharded module.
         modules: the names of its modules.
-        state: where the unsharded parameters are: ``sharded`` (nowhere), ``unsharding`` (on their way, their
-            memory allocated), ``unsharded`` (here), ``partly unsharded`` (a few ranks keep them together, as
-            ``reshard_after_forward=n`` asks for), or ``summoned`` (the caller has them: ``unsharded()``).
-        reason: why they are in memory, in words; None where they are not.
+        state: where the unsharded parameters are: ``sharded`` (nowhere), ``unsharding`` (an all-gather runs,
+            their memory is allocated), ``unsharded`` (in memory), ``partly unsharded`` (a few ranks keep them
+            together, with ``reshard_after_forward=n``), or ``summoned`` (the caller has them, in
+            ``unsharded()``).
+        reason: why they are in memory, in words; None if they are not.
         gradient_state: where the full gradients are: ``empty`` (nowhere), ``pending`` (some of the running
-            backward are here), ``deferred`` (left unreduced, as ``no_sync`` asks for) or ``reducing``.
-        shard_bytes: this rank's shards; in host memory where they are offloaded. 0 on the meta device.
+            backward are in memory), ``deferred`` (not reduced, as inside ``no_sync``) or ``reducing``.
+        shard_bytes: this rank's shards; in host memory if they are offloaded. 0 on the meta device.
         unsharded_bytes: unsharded parameters, or the part of them that this rank keeps; with ``unsharded()``
-            those that the caller sees. 0 where they are the shards themselves, as on a single rank without
-            mixed precision.
-        kept_storage_bytes: memory that nobody uses now and that is not given back: that of parameters that
-            are sharded (``set_keep_unsharded_storage``, and up to 1 MiB on the host, where to allocate takes
-            longer than to copy).
+            those that the caller sees. 0 if they are the shards themselves, as on a single rank without mixed
+            precision.
+        kept_storage_bytes: memory that is unused now but not freed, of parameters that are sharded
+            (``set_keep_unsharded_storage``, and up to 1 MiB on the host, where allocating takes longer than
+            copying).
         full_gradient_bytes: gradients that have not been reduced, or whose reduction was not waited for.
         reduced_gradient_bytes: this rank's gradients: in ``.grad``, in a reduction that was not waited for,
             or waiting for a sum over replicas.
@@ -114,19 +115,19 @@ class MemorySnapshot(Sizes):
 def memory_snapshot(model: nn.Module) -> MemorySnapshot:
     """What ``model`` has in memory now on this rank: shards, unsharded parameters, gradients, and why.
 
-    For the question which block still has its parameters unsharded. May be called at any moment, in a hook
-    of a forward or backward too, and on one rank alone: nothing is unsharded, waited for or changed.
-    Takes some 10 us for each parameter.
+    Use it to find the block that still has unsharded parameters. You may call it at any time, even in a hook
+    of a forward or backward, and on only one rank: it unshards, waits for and changes nothing. It needs about
+    10 us for each parameter.
 
-    Counted is what the groups have allocated for parameters and gradients. Not counted are activations, the
-    optimizer's state, parameters that no group manages, what a collective sends from and receives into while
-    it runs, and what runs inside a graph of a model compiled as a whole.
+    It counts what the groups have allocated for parameters and gradients. It does not count activations, the
+    optimizer's state, parameters that no group manages, buffers of a running collective, and work inside a
+    graph of a model compiled as a whole.
 
     Args:
         model: a sharded module, or one with sharded modules inside; the snapshot is of those.
 
     Returns:
-        Sizes in bytes, by group. It refers to nothing in the model.
+        Sizes in bytes, by group, without references to the model.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -6,7 +6,7 @@ Muon                       orthogonalises each matrix whole, on one rank; steps 
 on_whole_matrices          a function of whole matrices, on sharded tensors; for methods like Muon
 WholeMatrices              its plan, for many calls
 is_hidden_matrix           which parameters Muon treats as matrices
-newton_schulz              the iteration with which it orthogonalises them
+newton_schulz              the iteration with which Muon orthogonalises them
 offload_optimizer_state    keep an optimizer's state in host memory between its steps
 clip_grad_norm_            clip gradients by their norm over all ranks and meshes
 grad_norms_by_module       the norm of each module's gradients

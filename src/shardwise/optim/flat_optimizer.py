@@ -74,9 +74,9 @@ class FlatOptimizer(Optimizer):
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop or ASGD of
             ``torch.optim``, before or after its first step. The same object becomes a FlatOptimizer and is
             returned.
-        elementwise: True admits another class. You promise that it treats each element of a parameter
-            independently, with the same hyperparameters in the whole param group, and that its state has
-            the shape of the parameter or is a number. A closure is called before the step.
+        elementwise: True accepts another class. You promise that it treats each element of a parameter
+            independently, with the same hyperparameters in the whole param group, and that its state has the
+            shape of the parameter or is a number. A closure is called before the step.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or is a FlatOptimizer already.
@@ -88,10 +88,10 @@ class FlatOptimizer(Optimizer):
     that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
     chooses between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
 
-    Costs no memory besides the state and its padding: less than 16 elements a parameter. The next step takes
+    Costs no memory besides the state and its padding: less than 16 elements a parameter. The next step needs
     a few milliseconds more if parameters have moved, if different parameters have gradients, or if ``state``
-    was read. ``state`` shows views of the flat state: look it up again after each step, since numbers such
-    as step counts are copies. No communication.
+    was read. ``state`` shows views of the flat state: look it up again after each step, since numbers such as
+    step counts are copies. No communication.
 
     Example::
 
@@ -326,8 +326,8 @@ def _check(optimizer: Any, elementwise: Any) -> None:
     if "step" in vars(optimizer):
         raise ValueError(
             f"FlatOptimizer: step() of this {type(optimizer).__name__} was wrapped, as learning rate "
-            "schedulers do, and would go on stepping parameter by parameter. Make the FlatOptimizer first, "
-            "and schedulers from it."
+            "schedulers do, and would still step parameter by parameter. Create the FlatOptimizer first, and "
+            "then schedulers for it."
         )
     if "state" not in vars(optimizer):
         raise ValueError(
@@ -370,7 +370,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             param for location, param in enumerate(params) if any(param is p for p in params[:location])
         )
         raise ValueError(
-            f"FlatOptimizer: {_name(twice)} stands twice in group {index} of {kind}, and would be stepped "
+            f"FlatOptimizer: {_name(twice)} appears twice in group {index} of {kind}, and would be stepped "
             "twice. Leave one out."
         )
 

@@ -351,7 +351,7 @@ def _refuse_twice(given: list[Any], index: int) -> None:
     for place, param in enumerate(params):
         if id(param) in seen:
             name = _name_in(given[place]) or f"parameter {place} of group {index}"
-            raise ValueError(f"Muon: {name} stands twice in group {index}, and would be stepped twice.")
+            raise ValueError(f"Muon: {name} appears twice in group {index}, and would be stepped twice.")
         seen.add(id(param))
 
 

@@ -12,9 +12,9 @@ from shardwise.torch_compat import dtensor
 def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: bool = True) -> None:
     """Keep the state of ``optimizer`` in host memory between its steps.
 
-    For models whose parameters and gradients fit on the device, but not together with the optimizer's state
-    and the activations: the state is copied to the device for a step, when there are no activations, and
-    back after it. :class:`CPUOffloadPolicy` keeps everything on the host, and steps there.
+    Use it if parameters and gradients fit on the device, but not together with the optimizer's state and the
+    activations. The state is copied to the device for a step, when there are no activations, and back after
+    it. :class:`CPUOffloadPolicy` keeps everything on the host, and steps there.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` over sharded or plain parameters.
@@ -24,8 +24,8 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer, *, pin_memory: boo
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
 
     Costs two copies of the state over the bus per step, and its memory on the device during the step.
-    ``optimizer.state_dict()`` works at any time. Does nothing for parameters in host memory, whose state is
-    there already. State under keys that are not parameters stays where it is.
+    ``optimizer.state_dict()`` works at any time. Does nothing for parameters in host memory, since their
+    state is in host memory as well. State under keys that are not parameters stays where it is.
 
     Example::
 

@@ -297,9 +297,9 @@ class WholeParameters(Optimizer):
         """Perform a single optimization step. Collective over the ranks that share parameters.
 
         Args:
-            closure: recomputes the loss, with gradients, and returns it. With ``single_owner`` the class
-                calls it, as often as it likes, and gets the mean of the losses of all ranks; otherwise it
-                is called once, before the step.
+            closure: recomputes the loss, with gradients, and returns it. With ``single_owner``, the class
+                calls it any number of times, and gets the mean of the losses of all ranks; otherwise it is
+                called once, before the step.
 
         Raises:
             TypeError: the named parameter has a gradient with an impossible placement. All ranks raise.

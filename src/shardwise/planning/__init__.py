@@ -1,6 +1,6 @@
-"""Before training: what a model would take on each rank, under each strategy.
+"""Before training: what a model would need on each rank, under each strategy.
 
-estimate    memory and traffic of a step; gives Estimate, a StrategyEstimate for each strategy
+estimate    memory and traffic of a step; returns Estimate, with a StrategyEstimate for each strategy
 """
 
 from shardwise.planning.estimate import estimate

@@ -42,50 +42,49 @@ def estimate(
 ) -> Estimate:
     """What training ``model`` would take on a rank and send in a step, under each strategy.
 
-    Needs no GPU, no process group and no weights: a copy of the model on the meta device is sharded as
-    :func:`shard_model` does it, and steps of it are run on fake tensors, with the hooks, the prefetch and
-    the buffers of training. The last step is what is reported. ``model``, the process groups and the
-    environment stay as they are. Takes a little longer than three steps take to launch, and some MB of
-    memory, for any size.
+    Needs no GPU, no process group and no weights. It shards a copy of the model on the meta device as
+    :func:`shard_model` does, and runs steps of it on fake tensors, with the hooks, the prefetch and the
+    buffers of training. It reports the last step. ``model``, the process groups and the environment stay as
+    they are. For any size, it needs a few MB of memory, and a little longer than three steps need to launch.
 
-    Counted is what torch's allocators are asked for. Not counted are memory inside of single operations, what
-    an allocator keeps beyond that (its blocks are rounded up, and may be in pieces), the CUDA context, the
-    workspaces of cuBLAS (68 MB on an H200) and the buffers of the back end (0.4 GB for a communicator of NCCL
-    there): leave a tenth.
+    The figures count the bytes requested from torch's allocators. They do not include memory inside of single
+    operations, what an allocator keeps beyond that (it rounds blocks up, and memory may be fragmented), the
+    CUDA context, the workspaces of cuBLAS (68 MB on an H200) and the buffers of the back end (0.4 GB for a
+    communicator of NCCL there). Leave a tenth of the memory for these.
 
     Args:
         model: not sharded; on the meta device, or anywhere: only shapes and dtypes are read.
-        world: the number of ranks; or hosts and ranks on each, ``(8, 8)`` or ``"8x8"``, which the hybrid
-            strategies need.
-        strategy: one, or several; None: all that the world allows.
+        world: the number of ranks, or the number of hosts and of ranks on each, ``(8, 8)`` or ``"8x8"``,
+            which the hybrid strategies need.
+        strategy: one strategy, or several. None: all that are possible for ``world``.
         batch: what forward takes on a rank: a tensor, a tuple of arguments or a dict of them by name, of
             which only shapes and dtypes are read; or shapes as text, ``"8x4096"`` (int64 unless it says
             ``"8x4096:bf16"``), separated by commas. None: activations are left out, and groups are taken to
             run in the order in which they are registered.
-        loss: makes a scalar of what forward returns. None: what is called ``loss`` there, or a sum.
+        loss: a function that makes a scalar of the output of forward. None: the output's ``loss``, or a sum.
         activation_checkpointing: as in :func:`shard_model`; False: as the model is; None: both False and, if
             there is a batch, True.
         mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that and reduce in
             float32.
-        offload_policy: as in :func:`fully_shard`; or ``"cpu"``, for :class:`CPUOffloadPolicy`. Peaks are the
-            device's then, and contain no shards, gradients or optimizer state.
+        offload_policy: as in :func:`fully_shard`; or ``"cpu"``, for :class:`CPUOffloadPolicy`. Peaks are then
+            those of the device, without shards, gradients and optimizer state.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``adagrad``, ``rmsprop``, ``adafactor``,
             ``muon`` (matrices; AdamW for the rest), or a function of a list of parameters that returns one.
             It gets this rank's shards as plain tensors.
         wrap: which modules become groups; see :func:`shard_model`.
-        memory: what a rank has, in bytes or as ``"80GB"``: the estimate then says what fits and, where
-            nothing does, what would have to change.
+        memory: what a rank has, in bytes or as ``"80GB"``. The estimate then shows what fits and, if nothing
+            does, what you could change.
         device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
             buffers of their own.
-        progress: called before each dry run with how many are over, how many there are, and the name of the
-            next; and at the end. Where nothing fits, more follow than there were at first.
+        progress: called before each dry run, and at the end, with the number of finished runs, the number of
+            all runs, and the name of the next. If nothing fits, more runs are added.
 
     Returns:
         The figures in bytes. ``print`` it, or use its ``to_json()`` and ``picture(path)``.
 
     Raises:
         ValueError: an unknown strategy, optimizer or name of a policy, a world or memory that is no size, a
-            batch that the model does not take, or an offload policy for training on the host.
+            batch that the model does not accept, or an offload policy for training on the host.
         TypeError: an argument is of the wrong kind, or the model cannot be copied.
         NotImplementedError: a parameter is a DTensor or of another class than plain tensors.
 

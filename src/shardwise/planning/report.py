@@ -13,7 +13,7 @@ from shardwise.layout.text_tables import ruled, unit_for
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a phase at which most is in memory.
+    """The moment of a phase at which the most memory is in use.
 
     Attributes:
         num_bytes: all of it.
@@ -28,19 +28,19 @@ class Peak:
 
 @dataclass(frozen=True)
 class StrategyEstimate:
-    """What one strategy takes on the rank that holds most, in bytes.
+    """What one strategy needs on the rank that holds the most, in bytes.
 
     Attributes:
         strategy: its name.
         mesh: the sizes of its mesh dimensions, by their names.
-        is_checkpointed: whether each block keeps only its inputs, and is run again in backward.
-        is_offloaded: whether parameters, gradients and optimizer state are in host memory; the peaks, which
-            are the device's, do not contain them then.
+        is_checkpointed: whether each block keeps only its inputs, and runs again in backward.
+        is_offloaded: whether parameters, gradients and optimizer state are in host memory. The peaks are
+            those of the device, and then do not contain them.
         parameters: sharded parameters, through the whole step.
         gradients: sharded gradients, from backward to the optimizer's step.
         optimizer_state: what the optimizer keeps.
-        unsharded: unsharded parameters, where most of them are in memory at once.
-        activations: what forward keeps for backward, and what it works with, at most; None without a batch.
+        unsharded: unsharded parameters, at the moment when most of them are in memory.
+        activations: the most that forward keeps for backward and uses itself; None without a batch.
         peaks: of ``forward``, ``backward`` and ``optimizer``; all kinds of memory together.
         sent: by mesh dimension, the bytes that a rank sends in a step.
         step: memory over the step.
@@ -120,12 +120,12 @@ class StrategyEstimate:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that would change the peak.
+    """A change that would lower the peak.
 
     Attributes:
         what: to do, in words.
-        num_bytes: the peak then.
-        fits: whether that is no more than the memory named.
+        num_bytes: the peak after it.
+        fits: whether that peak fits in the given memory.
     """
 
     what: str
@@ -140,8 +140,8 @@ class Estimate:
     Attributes:
         num_parameters: of the model.
         rows: one for each strategy, without and with activation checkpointing if there is a batch.
-        memory: what was named, in bytes; or None.
-        changes: where nothing fits: what would change that, from the smallest peak on.
+        memory: the given memory in bytes, or None.
+        changes: if nothing fits, changes that lower the peak, the smallest peak first.
     """
 
     num_parameters: int
@@ -150,7 +150,7 @@ class Estimate:
     changes: tuple[Change, ...] = ()
 
     def fitting(self) -> list[StrategyEstimate]:
-        """The rows that fit in the memory named; all, if none was."""
+        """The rows that fit in the given memory; all of them if none was given."""
         return [row for row in self.rows if self.memory is None or row.peak.num_bytes <= self.memory]
 
     def to_json(self) -> str:

@@ -438,14 +438,14 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
 def set_wait_limit(seconds: float | None) -> None:
     """Choose how long a rank waits for others before all ranks report where they are.
 
-    While a rank waits longer in a collective of a sharded model, or in a call that communicates, every rank
-    logs once which ranks wait for what and where the others are, as a warning of ``shardwise.ranks.watch``.
-    The report ends nothing. It mentions ranks that compute or read data for long only if another rank waits
-    for them.
+    If a rank waits longer in a collective of a sharded model, or in a call that communicates, every rank logs
+    one warning of ``shardwise.ranks.watch``: which ranks wait for what, and where the others are. The job
+    keeps running. Ranks that compute or read data for long are mentioned only if another rank waits for them.
 
     Args:
-        seconds: by default the environment variable ``SHARDWISE_WAIT_LIMIT`` (0: never), or else 30.
-            None: no reports. Pass the same on all ranks: one without reports does not report where it is.
+        seconds: by default the environment variable ``SHARDWISE_WAIT_LIMIT`` (0: never), or 30 if it is not
+            set. None: no reports. Pass the same on all ranks: a rank without reports does not report where it
+            is.
 
     Raises:
         ValueError: it is not above 0.

@@ -288,8 +288,8 @@ def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
 def message_on_copies(findings: Findings) -> str:
     """The message about copies that differ."""
     return (
-        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start apart stay apart: "
-        "gradients are averaged, weights are not. Seed all ranks alike, or call "
+        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start different stay "
+        "different: gradients are averaged, weights are not. Use the same seed on all ranks, or call "
         "shardwise.init.sync_module_states(model) before the first forward."
     )
 

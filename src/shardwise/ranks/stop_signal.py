@@ -36,7 +36,7 @@ class StopSignal:
             calls late.
 
     Raises:
-        RuntimeError: on entering outside the main thread, the only one that can handle signals.
+        RuntimeError: entered outside the main thread, which is the only one that can handle signals.
         ValueError: ``every`` is below 1.
 
     Costs an all-reduce of one number between CPUs each time it communicates; no rank waits for it.
@@ -89,7 +89,7 @@ class StopSignal:
         self._sent = None
 
     def requested(self) -> bool:
-        """Whether to stop now. Collective: all ranks call it equally often, such as once a step.
+        """Whether to stop now. Collective: all ranks must call it equally often, for example once a step.
 
         Once True, it remains True and stops communicating.
         """

@@ -56,7 +56,7 @@ def deadlock(stuck: Statuses) -> str | None:
         return disagreement_text(stuck)
     waits = _by_clause({rank: _doing(each) for rank, each in found.items()})
     return (
-        f"{'; '.join(reasons)}. The other ranks have met no such change: {'; '.join(waits)}. Freeze and "
+        f"{'; '.join(reasons)}. The other ranks have no such change: {'; '.join(waits)}. Freeze and "
         "configure the model alike on all ranks."
     )
 
@@ -91,7 +91,7 @@ def ended_text(
     if who != peer and len(silent) > 1:
         named = f"one of {listed_ranks(silent)} has ended; see their logs"
     return (
-        f", because {named}. Its connection was closed, and it has told of no error: it was killed, "
+        f", because {named}. Its connection was closed, and it has reported no error: it was killed, "
         f"ran out of memory, crashed, or came to its end before the others. ({closed})"
     )
 

@@ -112,12 +112,12 @@ def share_comm_ctx(modules: "Sequence[FSDPModule]") -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.<method_name>(...)`` unshard parameters as ``module(...)`` does.
 
-    For modules that are run through other methods than forward, such as ``generate`` or ``encode``. Each
-    call costs the all-gathers of a forward; its backward reduces gradients as usual.
+    Use it for modules that you run through methods other than forward, such as ``generate`` or ``encode``.
+    Each call costs the all-gathers of a forward; its backward reduces gradients as usual.
 
     Args:
-        module: any module. One that is not sharded is left as it is, so that callers need not check.
-        method_name: the name of one of its methods, which returns when it is done.
+        module: any module. One that is not sharded stays as it is, so that callers need not check.
+        method_name: the name of one of its methods. The method must have finished when it returns.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``, or ``method_name`` is not a string.

@@ -35,7 +35,7 @@ def check_modules(module: Any) -> list[nn.Module]:
     for index, each in enumerate(modules):
         if each in modules[:index]:
             raise ValueError(
-                f"fully_shard: a {class_name(each)} stands twice in the list, at [{modules.index(each)}] "
+                f"fully_shard: a {class_name(each)} appears twice in the list, at [{modules.index(each)}] "
                 f"and [{index}]. Leave one out."
             )
         inside = set(each.modules())
@@ -76,8 +76,8 @@ def _check_module(module: Any, where: str) -> None:
         )
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
-            f"fully_shard: {class_name(module)}{where} has no forward, so nothing would tell when to unshard "
-            "its parameters. Call fully_shard on its children, one by one, or on the module around it."
+            f"fully_shard: {class_name(module)}{where} has no forward, so it is unknown when to unshard its "
+            "parameters. Call fully_shard on its children, one by one, or on the module around it."
         )
 
 

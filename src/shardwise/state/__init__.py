@@ -1,13 +1,13 @@
 """Full states of models and optimizers, summoned parameters, averages.
 
-full_state_dict                   full values of a model, and its optimizer's state, onto one rank or all
-load_full_state_dict              full values into a sharded model; returns a LoadReport
-load_full_optimizer_state_dict    the full state of an optimizer into that of a sharded model
-rekey_optimizer_state_dict        the state of an optimizer by the names of parameters, or by their ids
+full_state_dict                   get full values of a model, and its optimizer's state, on one rank or all
+load_full_state_dict              load full values into a sharded model; returns a LoadReport
+load_full_optimizer_state_dict    load the full state of an optimizer into that of a sharded model
+rekey_optimizer_state_dict        convert the state of an optimizer to parameter names, or to ids
 iter_full_parameters              full parameters one by one, for inference engines
 save_safetensors                  files in the layout of Hugging Face
 EMA                               an average of the weights, in shards
-unsharded, inference, no_sync     with full parameters; without freeing them; without reducing gradients
+unsharded, inference, no_sync     show full parameters; keep them in memory; do not reduce gradients
 """
 
 from shardwise.state.contexts import inference, no_sync, unsharded

@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Leave the gradients of backwards inside unreduced; they accumulate until a backward outside.
+    """Do not reduce the gradients of backwards inside; they accumulate until a backward outside.
 
-    For gradient accumulation over microbatches. Saves the reduce-scatters, and costs the memory of the full
-    gradients. Modules that keep their parameters after forward (strategies zero1, zero2, hybrid_zero2) keep
-    them after backward as well, so all microbatches share one all-gather. On exit, also after an exception,
-    each module gets its former settings back. May be nested.
+    Use it to accumulate gradients over microbatches. It saves the reduce-scatters, and costs the memory of
+    the full gradients. Modules that keep their parameters after forward (strategies zero1, zero2,
+    hybrid_zero2) keep them after backward as well, so all microbatches share one all-gather. On exit, even
+    after an exception, each module gets its former settings back. May be nested.
 
     Args:
         model: a module with sharded modules in it, which need not be sharded itself.
@@ -80,14 +80,14 @@ def unsharded(
 
     Inside, ``module.weight``, ``parameters()``, ``state_dict()`` and ``load_state_dict()`` see full
     parameters: in the dtype that is stored, and DTensors of tensor parallelism as they were before
-    ``fully_shard``. On exit, also after an exception, the same shards as before are registered, so an
-    existing optimizer keeps working. They take over changes of the full parameters: in place, through
+    ``fully_shard``. On exit, even after an exception, the same shards as before are registered, so an
+    existing optimizer keeps working. They get the changes of the full parameters: in place, through
     ``.data``, by replacing a parameter, or of ``requires_grad``.
 
     Collective: all ranks must enter it, for one all-gather per group. Costs the memory of the full model (of
     one group at a time on ranks that do not see it, or on a device from which it is offloaded), and with
-    ``writeback`` that of the shards once more. The parameters of a group share memory: clone one to save it
-    alone. Forward, backward and an overlapping ``unsharded`` are refused inside.
+    ``writeback`` that of the shards once more. The parameters of a group share memory; clone one to save it
+    alone. Forward, backward and an overlapping ``unsharded`` raise an error inside.
 
     Args:
         module: a module with sharded modules in it.
@@ -100,9 +100,9 @@ def unsharded(
         offload_to_cpu: True puts the full parameters in host memory, on every rank unless ``rank0_only``.
             Default False.
         with_grads: True also summons full gradients in ``.grad``, and writes them back. Default False.
-        src_rank: the global rank whose changes all ranks take over: it sends the parameters that it has
-            changed, and what other ranks have made of theirs is dropped. After an exception inside, so is
-            what it has changed. None (default): all ranks make equal changes.
+        src_rank: the global rank whose changes all ranks get. It sends the parameters that it has changed,
+            and changes on other ranks are dropped. After an exception inside, its changes are dropped too.
+            None (default): all ranks make equal changes.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``, or a flag is not a bool.
@@ -111,7 +111,7 @@ def unsharded(
             itself, nothing in ``module`` is sharded, or the ranks' arguments differ.
         RuntimeError: a forward or backward is running; inside an overlapping ``unsharded`` or ``inference``;
             ``with_grads`` while gradients are unreduced; parameters are on the meta device. On exit: a change
-            that cannot be written back, or ranks that have made different ones, of which none is written.
+            cannot be written back, or ranks have made different changes, of which none is written.
         NotImplementedError: a parameter is of a class that all-gathers itself.
 
     Example::
@@ -201,15 +201,14 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     """Keep parameters unsharded between forwards, for decode loops and the evaluation of many batches.
 
     Runs without gradients. The parameters are unsharded on entry, in their compute dtype, and modules show
-    them until the end; so methods that call parts of the model find them, such as a ``generate`` that begins
-    with the encoder. ``parameters()`` and ``state_dict()`` show the shards. Weights must not be changed
+    them until the end. Methods that call parts of the model therefore see them, such as a ``generate`` that
+    begins with the encoder. ``parameters()`` and ``state_dict()`` show the shards. Do not change weights
     inside.
 
-    Ranks may call ``model`` different numbers of times, as when they generate different numbers of tokens: a
-    rank that leaves first takes part in the all-gathers of the others until all have left. If everything is
-    kept there are none, and no communication at all. A method that was registered with
-    :func:`register_fsdp_forward_method` counts as one call: unless everything is kept, it must run the blocks
-    equally often on all ranks.
+    Ranks may call ``model`` different numbers of times, for example to generate different numbers of tokens:
+    a rank that leaves first takes part in the all-gathers of the others until all have left. If everything is
+    kept, forwards do not communicate. A method that was registered with :func:`register_fsdp_forward_method`
+    counts as one call: unless everything is kept, it must run the blocks equally often on all ranks.
 
     Args:
         model: a module with sharded modules in it.
@@ -220,8 +219,8 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
         TypeError: ``model`` is not an ``nn.Module``, or ``budget_bytes`` is not an int.
         ValueError: nothing in ``model`` is sharded, ``budget_bytes`` is below 0, or the ranks' arguments
             differ.
-        RuntimeError: a forward or backward is running; inside ``unsharded`` or another ``inference``. In the
-            context: a backward, or a forward after weights were changed.
+        RuntimeError: a forward or backward is running, or this is inside ``unsharded`` or another
+            ``inference``. Inside the context: a backward, or a forward after weights were changed.
 
     Example::
 

@@ -19,12 +19,13 @@ class EMA:
     """An exponential moving average of the parameters of ``model``: ``average = d * average + (1 - d) *
     weight``.
 
-    Each rank averages its own shards, without communication; the average costs as much memory as they do.
-    Averaged are the floating-point parameters that are trainable when the EMA is made.
+    Each rank averages its own shards, without communication; the average costs as much memory as they do. The
+    EMA averages the floating-point parameters that are trainable when it is made.
 
     Args:
         model: sharded, in parts or not at all; with values.
-        decay: d, from 0 to 1, or a function from the number of updates so far to d, to begin with less.
+        decay: d, from 0 to 1, or a function from the number of updates so far to d, to begin with smaller
+            values.
         dtype: of the average; None: that of each parameter. An average of bfloat16 weights in bfloat16 stops
             moving soon: pass ``torch.float32``.
 
@@ -68,7 +69,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights as they are now into the average. After each step of the optimizer.
+        """Add the current weights to the average. Call it after each step of the optimizer.
 
         Raises:
             RuntimeError: inside ``swap()``, or in a forward or backward; or a parameter was frozen when the
@@ -92,10 +93,10 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """The model has the averages for weights inside, and its own again afterwards, also after an error.
+        """Inside, the model's weights are the averages; afterwards, even after an error, its own again.
 
-        In place, on the shards; the weights wait in memory of as many bytes. Changes of the weights inside
-        are lost: evaluate and save there, and do not train.
+        Works in place on the shards; the weights are kept in memory of the same size. Changes of the weights
+        inside are lost: evaluate and save there, but do not train.
 
         Raises:
             RuntimeError: inside another ``swap()``, or in a forward or backward.
@@ -118,17 +119,17 @@ class EMA:
         """The averages by parameter name, sharded as the parameters are, and the number of updates.
 
         For ``torch.distributed.checkpoint``, or ``torch.save`` on each rank. The tensors are the averages
-        themselves, which the next ``update()`` changes: copy what is to be kept.
+        themselves, which the next ``update()`` changes: copy what you want to keep.
         """
         self._refuse_swapped("state_dict()")
         return {"averages": dict(self._averages), "num_updates": self.num_updates}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
-            ValueError: it is of other parameters, or holds whole tensors in place of DTensors.
+            ValueError: it is of other parameters, or has whole tensors instead of DTensors.
 
         After an error the average is unchanged.
         """

@@ -48,11 +48,11 @@ def save_safetensors(
 
     One file ``model.safetensors``, or several with an index, as ``from_pretrained`` and
     :func:`load_full_state_dict` read them. The ranks share the files among them and write at the same time.
-    Tied parameters are written once, under their first name, as the format wants it.
+    Tied parameters are written once, under their first name, as the format requires.
 
     Args:
         model: sharded, in parts or not at all.
-        directory: a folder that all ranks see. It is made if it is not there; other files in it stay.
+        directory: a folder that all ranks see. It is created if it does not exist; other files in it stay.
         max_shard_bytes: size of a file, unless one tensor is larger. Each rank holds one file at a time.
         dtype: convert floating-point tensors to it.
         metadata: texts for the header of each file; ``{"format": "pt"}`` is always in it.
@@ -60,12 +60,13 @@ def save_safetensors(
     Raises:
         FileExistsError: there are safetensors files in ``directory``.
         ImportError: the package ``safetensors`` is missing (``pip install 'shardwise[safetensors]'``).
-        TypeError: a tensor is of a dtype that the format does not have, ``directory`` is not a path, or
+        TypeError: a tensor has a dtype that the format does not support, ``directory`` is not a path, or
             ``max_shard_bytes`` is not an int.
         ValueError: ranks disagree on the arguments, ``max_shard_bytes`` is not above 0, or ``dtype`` is not
             floating-point.
         RuntimeError: called in a forward or backward, inside ``unsharded`` or on the meta device; or a rank
-            could not write: all raise alike, and nothing of the model is left in ``directory``.
+            could not write: all ranks raise the same error, and no file of the model is left in
+            ``directory``.
 
     Collective.
 

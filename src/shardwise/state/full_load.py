@@ -57,36 +57,36 @@ def load_full_state_dict(
         source: where the values are; one of
 
             - a dict of full tensors, on the rank ``src_rank``;
-            - an iterable of ``(name, full tensor)``, on that rank, for values that are made or read one by
+            - an iterable of ``(name, full tensor)``, on that rank, for values that you create or read one by
               one;
             - safetensors files: a file, an index, a folder with either, or a list of files. Every rank reads
               its own rows of them, and nothing is sent.
 
-            Other ranks than ``src_rank`` pass None, or anything: it is not looked at.
-        src_rank: the global rank whose ``source`` counts. None: each rank has one and takes its rows from
-            it; nothing is sent.
-        strict: refuse names that are missing or too many. False reports them.
+            Ranks other than ``src_rank`` pass None; their value is ignored.
+        src_rank: the global rank whose ``source`` counts. None: each rank has its own source and reads its
+            rows from it; nothing is sent.
+        strict: raise an error for names that are missing or unexpected. False reports them.
         convert_dtype: convert floating-point values to the dtype of the model. False refuses other dtypes.
 
     Returns:
         A :class:`shardwise.state.LoadReport`: names that were missing, unexpected or converted.
 
     Raises:
-        RuntimeError: names, shapes or dtypes do not fit; the message lists them by name. Files that are
-            missing or damaged, by name. An iterable that fails. All ranks raise alike.
-        RuntimeError, TypeError or ValueError: ``source`` is of another kind: the first where one rank has it
-            (``src_rank``), the others where each does.
+        RuntimeError: names, shapes or dtypes do not fit, files are missing or damaged (the message lists them
+            by name), or an iterable fails. All ranks raise the same error.
+        RuntimeError, TypeError or ValueError: ``source`` is of another kind: the first with ``src_rank``, the
+            others if each rank has a source.
         TypeError: ``model`` is not an nn.Module.
         ValueError: ``src_rank`` is not among the ranks of the model.
 
-    A dict and files are checked before anything is written: after such an error the model is unchanged. When
-    an iterable fails on the way, the model is marked as partly loaded, and its forward refuses to run until
-    a load has given it all of its values. Hooks of modules for ``load_state_dict`` do not run, but for what
-    they have made for the state dict (and ``set_extra_state``).
+    A dict and files are checked before anything is written, so after an error the model is unchanged. If an
+    iterable fails half-way, the model is marked as partly loaded, and its forward raises an error until a
+    load has given it all values. Hooks of modules for ``load_state_dict`` run only for values that hooks have
+    added to the state dict (and for ``set_extra_state``).
 
-    Collective. Rows of large parameters sharded over one mesh dimension go straight to where they belong;
-    others need a bucket of 64 MiB on each rank. Values that cannot be written straight into the model's
-    memory (of tensor subclasses, and what hooks of modules have made for the state dict) are held whole
+    Collective. Rows of large parameters sharded over one mesh dimension are sent directly to their place;
+    others need a bucket of 64 MiB on each rank. Values that cannot be written directly into the model's
+    memory (of tensor subclasses, and those that hooks of modules have added to the state dict) are held whole
     until the end.
 
     Example::

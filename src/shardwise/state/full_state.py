@@ -41,14 +41,14 @@ def full_state_dict(
     """The state of ``model`` as plain PyTorch has it: full tensors, that a model which is not sharded loads.
 
     Names are those of the model without wrappers of ``torch.compile`` or activation checkpointing. Tied
-    parameters stand under each of their names, as one tensor. All values are copies.
+    parameters appear under each of their names, as one tensor. All values are copies.
 
     Args:
         model: sharded, in parts or not at all; on any meshes.
-        optimizer: its state is wanted as well, as a second dict ``{"state": ..., "param_groups": ...}`` by
-            parameter name; :func:`shardwise.state.rekey_optimizer_state_dict` turns names into the ids that
-            an optimizer which is not sharded loads.
-        cpu: bring each tensor to host memory as soon as it is full.
+        optimizer: also return its state, as a second dict ``{"state": ..., "param_groups": ...}`` by
+            parameter name. :func:`shardwise.state.rekey_optimizer_state_dict` turns names into the ids that
+            an optimizer of a model that is not sharded loads.
+        cpu: move each tensor to host memory as soon as it is full.
         rank0_only: only the first rank of the model gets them; all others get empty dicts.
 
     Returns:
@@ -57,7 +57,7 @@ def full_state_dict(
     Raises:
         RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.
 
-    Collective. Beside what is returned, needs a bucket of 64 MiB, or of the largest tensor, on each rank
+    Collective. In addition to the result, it needs a bucket of 64 MiB, or of the largest tensor, on each rank
     that gets the state, and less on the others.
 
     Example::
@@ -89,17 +89,17 @@ def iter_full_parameters(
     dtype: torch.dtype | None = None,
     names: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and full value of one parameter after the other, on all ranks, gathered in buckets.
+    """Iterate over names and full values of parameters, on all ranks, gathered in buckets.
 
-    For export, for weights on their way to an inference engine, for anything that looks at one parameter at
-    a time. Values are copies on the device of the mesh; a bucket's memory is free once the caller has let go
-    of what is in it (a loop variable holds its last value while the next is gathered).
+    Use it to export weights, to send them to an inference engine, or to look at one parameter at a time.
+    Values are copies on the device of the mesh. The memory of a bucket is free once the caller has dropped
+    all values in it (a loop variable holds its last value while the next one is gathered).
 
     Args:
         model: sharded, in parts or not at all.
-        bucket_bytes: what the full tensors gathered at once, and the buffers for it, may take together. A
-            parameter that is larger comes alone.
-        dtype: floating-point parameters are converted to it before they travel.
+        bucket_bytes: the most memory for full tensors that are gathered at once, including buffers. A larger
+            parameter is gathered alone.
+        dtype: floating-point parameters are converted to it before they are sent.
         names: which parameters, by canonical names; in the order of the model. None: all of them, tied ones
             once, under their first name.
 
@@ -109,7 +109,7 @@ def iter_full_parameters(
             ``dtype`` is not of floating-point numbers.
         RuntimeError: called in a forward or backward, inside ``unsharded``, or on the meta device.
 
-    Collective: all ranks go through it to the same point. Weights must not change on the way.
+    Collective: all ranks must iterate to the same point. Weights must not change meanwhile.
 
     Example::
 

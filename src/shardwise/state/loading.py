@@ -32,11 +32,11 @@ Pairs = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load found. Names are those of the model; a tied parameter counts once it has any of its names.
+    """What a load found. Names are those of the model; a tied parameter is found under any of its names.
 
     Attributes:
         missing: in the model, but not in the source; they keep their values.
-        unexpected: in the source, but not in the model; they were passed over.
+        unexpected: in the source, but not in the model; they were ignored.
         converted: loaded from another dtype than that of the model.
     """
 

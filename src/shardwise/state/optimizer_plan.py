@@ -180,8 +180,8 @@ def _check_alike(
     if lacks and beyond:  # one of the two alone is what another version of torch has added
         raise ValueError(
             f"{where}: group {index} of {kind} has {listed(sorted(lacks))}, and the one that was saved has "
-            f"{listed(sorted(beyond))}: the state of another kind of optimizer. Build the same, or load the "
-            "model alone."
+            f"{listed(sorted(beyond))}: the state of another kind of optimizer. Build the same kind, or load "
+            "only the model."
         )
     for key in first:
         if key not in ("params", "param_names") and not _are_equal([each.get(key) for each in candidates]):

@@ -100,27 +100,27 @@ def load_full_optimizer_state_dict(
 
     Args:
         model: whose parameters ``optimizer`` updates.
-        optimizer: of the same kind and with the same groups as the one that was saved; it may never have
-            made a step.
-        state: on the rank ``src_rank``: what :func:`full_state_dict` gave, the ``state_dict()`` of an
-            optimizer over the model before it was sharded, or an FSDP1 ``full_optim_state_dict``. Others pass
-            None.
+        optimizer: of the same kind and with the same groups as the one that was saved. It need not have made
+            a step.
+        state: on the rank ``src_rank``: the result of :func:`full_state_dict`, the ``state_dict()`` of an
+            optimizer over the model before it was sharded, or an FSDP1 ``full_optim_state_dict``. Other ranks
+            pass None.
         src_rank: the global rank whose ``state`` counts. None: each rank passes it.
 
     Raises:
-        RuntimeError: ``state`` is no full state of an optimizer.
+        RuntimeError: ``state`` is not the full state of an optimizer.
         TypeError: ``model`` or ``optimizer`` is something else.
         ValueError: parameters, groups or shapes do not fit, by name; the optimizer updates parameters that
-            ``model`` does not have; ``src_rank`` is not among the ranks of the model; the optimizer keeps
-            state that does not say which part of the whole it is.
+            ``model`` does not have; ``src_rank`` is not among the ranks of the model; or the optimizer has
+            state of which it is unknown which part of the whole it is.
 
-    After an error, which all ranks raise, the optimizer is unchanged. Parameters are paired by name, or with
-    a state by id by place; those that were in one group must be in one group, which takes its
-    hyperparameters. The name may be any that a tied parameter has. A parameter of which ``state`` has nothing
-    keeps the state it has.
+    After an error, which all ranks raise, the optimizer is unchanged. Parameters are matched by name, or by
+    position if the state is by id. Those that were in one group must be in one group, which gets its
+    hyperparameters. A tied parameter may have any of its names. A parameter that ``state`` does not contain
+    keeps its own state.
 
-    Collective. Beside ``state`` needs 64 MiB on each rank, and this rank's part of the new state beside that
-    of the old one.
+    Collective. In addition to ``state``, it needs 64 MiB on each rank, and memory for this rank's part of the
+    new state while the old one still exists.
 
     Example::
 
@@ -156,13 +156,13 @@ def rekey_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     to: Literal["name", "id"],
 ) -> State:
-    """The same state with parameters by name, or by id, in the order of an optimizer.
+    """Return the same state with parameters by name, or by id, in the order of an optimizer.
 
     Args:
         state: full or sharded, by name or by id.
         model: with the names.
-        optimizer: over the parameters of ``model``. Its groups, and parameters in them, say how parameters
-            are counted: what is to load a state by id must have them in the same order.
+        optimizer: over the parameters of ``model``. Its groups, and the parameters in them, determine the
+            ids: an optimizer that loads a state by id must have them in the same order.
         to: "name" or "id".
 
     Returns:
@@ -170,10 +170,10 @@ def rekey_optimizer_state_dict(
         ``optimizer``, so that ids ascend.
 
     Raises:
-        RuntimeError: ``state`` is no state of an optimizer.
+        RuntimeError: ``state`` is not the state of an optimizer.
         TypeError: ``optimizer`` is something else.
-        ValueError: ``to`` is something else, ``state`` is of other parameters, or of such as are in other
-            groups, or the optimizer updates parameters that ``model`` does not have.
+        ValueError: ``to`` is something else, ``state`` is of other parameters or groups them differently, or
+            the optimizer updates parameters that ``model`` does not have.
 
     Local.
 

@@ -136,11 +136,11 @@ def message_that_nothing_fits(trials: Sequence[Trial], memory: Any, usable: int,
     table = "\n".join(_table(trials, usable))
     return (
         f'shard_model: strategy "auto" finds nothing that fits in memory={memory!r}, of which a tenth stays '
-        f"free: {least} takes least, {peak} at its peak ({least.where}), {missing} too much. "
+        f"free: {least} needs least, {peak} at its peak ({least.where}), {missing} too much. "
         f"memory={-(-least.num_bytes * 10 // 9)} would be enough. Else: more ranks to shard over, "
         "activation_checkpointing=True, a smaller batch, smaller groups (wrap=), or computing in bfloat16 "
         '(mp_policy="bf16"); '
-        f"shardwise.estimate(...) tells how far each goes.\n{table}\nAssumed: {assumptions}."
+        f"shardwise.estimate(...) shows how much each saves.\n{table}\nAssumed: {assumptions}."
     )
 
 

@@ -24,34 +24,34 @@ Hook = Callable[..., None] | LowPrecisionReduction | QuantizedReduction
 
 
 def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
-    """Have gradients reduced by ``hook``, in all sharded modules inside ``model``.
+    """Reduce gradients with ``hook``, in all sharded modules inside ``model``.
 
-    A function takes over the whole communication of gradients that share a mesh and dtype, one flat tensor a
-    group (groups of several dtypes: one each), division included. Its form goes by the mesh, as with FSDP1:
+    A function does the whole communication of gradients, including the division: it is called with one flat
+    tensor for each mesh and dtype of a group. Its arguments depend on the mesh, as in FSDP1:
 
     - sharded: ``hook(state, grad, output)``. ``grad``: the full gradient of this rank, 1D, of world * n
-      numbers; numbers r * n to (r + 1) * n belong to rank r. ``output``: n numbers, to be filled with this
-      rank's part of the average over ranks. Over a mesh (replicate, shard) it does the shards, and its
-      results are averaged over the replicas.
-    - replicated (strategy ddp): ``hook(state, grad)``. ``grad``: the full gradient, to be replaced in place
-      by the average over ranks.
+      numbers; numbers r * n to (r + 1) * n belong to rank r. ``output``: n numbers, to fill with this rank's
+      part of the average over ranks. On a mesh (replicate, shard) it reduces over the shards, and its results
+      are averaged over the replicas.
+    - replicated (strategy ddp): ``hook(state, grad)``. ``grad``: the full gradient, to replace in place by
+      the average over ranks.
 
-    A function with an optional third argument serves both. ``LowPrecisionReduction`` and
-    ``QuantizedReduction`` of ``shardwise.policies`` send fewer bytes, over shards and replicas alike, and
-    divide as usual. With any hook all small and large parameters of a group travel together where it needs
-    them in one piece, which costs copies.
+    A function with an optional third argument works for both. ``LowPrecisionReduction`` and
+    ``QuantizedReduction`` of ``shardwise.policies`` send fewer bytes, over shards and over replicas, and
+    divide as usual. A hook that needs the gradients of a group in one piece costs copies, since small and
+    large parameters are then sent together.
 
     Args:
         model: a module with sharded modules in it.
-        state: passed to the function; None with a ready-made object.
+        state: passed to the function; None with an object of ``shardwise.policies``.
         hook: the function, or :class:`shardwise.policies.LowPrecisionReduction` or
             :class:`shardwise.policies.QuantizedReduction`.
 
     Raises:
-        TypeError: ``model`` is no module, or the function does not take the arguments that a group's mesh
-            asks for.
-        ValueError: nothing in ``model`` is sharded; a group communicates or divides in another way already; a
-            state beside a ready-made object.
+        TypeError: ``model`` is not a module, or the function does not have the arguments that a group's mesh
+            requires.
+        ValueError: nothing in ``model`` is sharded; a group already communicates or divides in another way; a
+            state is passed with an object of ``shardwise.policies``.
         RuntimeError: a hook is registered already, or gradients wait to be reduced.
 
     Example::
@@ -88,8 +88,8 @@ def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], dict[str
     if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
         if state is not None:
             raise ValueError(
-                f"{_NAME}: state is {state!r}, which {type(hook).__name__} has no use for: it keeps what it "
-                "needs by itself. Pass None."
+                f"{_NAME}: state is {state!r}, which {type(hook).__name__} does not use: it keeps its own. "
+                "Pass None."
             )
         if isinstance(hook, LowPrecisionReduction):
             own = unless_alone(LowPrecisionCollectives, hook.dtype)
@@ -132,7 +132,7 @@ def _check_group(module_state: ModuleState, divides_as_usual: bool) -> None:
         )
     for other in _ELSEWHERE:
         if other in group.choices:
-            raise ValueError(f"{_NAME}: {group.name} was told by {other} how to reduce. Use one of the two.")
+            raise ValueError(f"{_NAME}: {other} has set how {group.name} reduces. Use one of the two.")
     if group.settings.divide_factor is not None and not divides_as_usual:
         raise ValueError(
             f"{_NAME}: {group.name} was given a factor by set_gradient_divide_factor, but a hook divides by "

@@ -22,29 +22,30 @@ from shardwise.torch_compat import nn_modules
 
 
 def explain(model: nn.Module) -> str:
-    """The groups of ``model`` as a table: a line each, indented by which lies inside which.
+    """The groups of ``model`` as a table, with one line for each, indented as they are nested.
 
     - group: the name, as in errors and events. A group of several modules shows the first and the last.
     - class: what the modules were before they were sharded.
-    - strategy: what :func:`shard_model` calls such settings. Unsharded parameters are freed after forward and
-      after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to backward
-      unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``). ``(within
-      2)``: pairs of ranks keep them from forward to backward.
-    - mesh: over how many ranks parameters are replicated and sharded.
-    - parameters: how many numbers, over all ranks.
-    - MB unsharded: what unsharded parameters take on a rank, in the dtype of computation. With ``ddp`` they
-      are not all-gathered: where the dtype is that of the shards, unsharded and stored are the same memory.
-    - MB per rank: what a rank stores. Gradients and the optimizer's state come on top.
-    - dtype: what is stored and, after an arrow, what is computed with, where that differs.
+    - strategy: the name of these settings in :func:`shard_model`. Unsharded parameters are freed after
+      forward and after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to
+      backward unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``).
+      ``(within 2)``: pairs of ranks keep them together from forward to backward.
+    - mesh: the number of ranks over which parameters are replicated and sharded.
+    - parameters: the number of elements, over all ranks.
+    - MB unsharded: the memory of unsharded parameters on a rank, in the dtype of computation. With ``ddp``
+      they are not all-gathered; if the dtype is that of the shards, unsharded and stored parameters are the
+      same memory.
+    - MB per rank: what a rank stores. Gradients and the optimizer's state are additional.
+    - dtype: the dtype of the stored parameters and, after an arrow, that of computation, if it differs.
 
-    MB are 10^6 bytes of buffers, padding included. The text is the same on every rank, but for tensor
-    parallelism of uneven sizes. Settings are shown as they are now.
+    MB are 10^6 bytes of buffers, including padding. The text is the same on every rank, except for tensor
+    parallelism with uneven sizes. It shows the current settings.
 
-    After ``shard_model(model, strategy="auto")`` a second table shows what it tried, and why it chose what it
-    did: for each strategy the peak of memory in a step on a rank and where it is, the bytes that it exposes
-    and sends in a step, and whether it fits.
+    After ``shard_model(model, strategy="auto")`` a second table shows the candidates and the reason for the
+    choice: for each strategy, the peak of memory in a step on a rank and where it occurs, the bytes that a
+    step exposes and sends, and whether it fits.
 
-    After a trace (:func:`shardwise.trace`) another table shows what it saw on this rank: how often each
+    After a trace (:func:`shardwise.trace`) another table shows what it recorded on this rank: how often each
     group was unsharded and reduced, what it sent, how long the computation waited, and the share of its
     transfers that no computation covered.
 
@@ -52,7 +53,7 @@ def explain(model: nn.Module) -> str:
         model: a sharded module, or one with sharded modules inside.
 
     Returns:
-        Lines to print: a header, the groups, totals, and parameters that no group manages, if any.
+        Text to print: a header, the groups, totals, and parameters that no group manages, if any.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -63,7 +63,7 @@ def no_strategy(name: str, known: Iterable[str], where: str = "") -> str:
     """The error text for ``name``, which is none of ``known``."""
     ours = _OF_FSDP1.get(name.upper())
     if ours is not None:
-        return f"there is no strategy '{name}'{where}. What FSDP1 calls {name.upper()} is '{ours}' here."
+        return f"there is no strategy '{name}'{where}. FSDP1's {name.upper()} is called '{ours}'."
     return f"there is no strategy '{name}'{where}. Pass one of {', '.join(known)}."
 
 

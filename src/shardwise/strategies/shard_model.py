@@ -85,11 +85,11 @@ def shard_model(
     sync_module_states: bool = False,
     check_equal_weights: bool = True,
 ) -> ShardedModule:
-    """Shard a model by a named strategy: its blocks first, then what is left.
+    """Shard a model by a named strategy: its blocks first, then the rest.
 
     From equal weights on all ranks (see ``sync_module_states``), every strategy gives the same training and
-    the same checkpoint. They differ in what each of N ranks holds and sends. With P bytes of parameters, G of
-    gradients and S of optimizer state, and a backward for each optimizer step:
+    the same checkpoints. They differ in what each of N ranks holds and sends. With P bytes of parameters, G
+    of gradients and S of optimizer state, and one backward for each optimizer step:
 
     ================  =======================  ==============================================
     strategy          bytes held               bytes sent, times (N - 1) / N
@@ -102,30 +102,30 @@ def shard_model(
     ``hybrid_zero2``  as ``zero2``, likewise
     ================  =======================  ==============================================
 
-    ``zero1`` and ``zero2`` keep their shards beside the full parameters. Inside :func:`no_sync` gradients are
-    whole under every strategy, and reduced once a step; ``zero1`` is made for that: its microbatches share
-    one all-gather as well.
+    ``zero1`` and ``zero2`` keep their shards as well as the full parameters. Inside :func:`no_sync`,
+    gradients are full under every strategy, and reduced once a step. ``zero1`` suits that best, since its
+    microbatches share one all-gather as well.
 
-    ``auto`` chooses, of what fits in ``memory``, what exposes the fewest bytes: ``ddp``, ``zero2``, ``zero3``
-    with as many of the last blocks kept unsharded from forward to backward as fit, and the hybrid ones where
-    the ranks have a mesh for them. Exposed are the bytes that a rank sends in a step of one backward or, of
-    the hybrid ones, what its host sends to others: computation covers some of them, and how many depends on
-    the machines, so that all count. Of equals, the one that sends less within hosts is chosen, then the one
-    that holds less. Like :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for a
-    candidate, on all ranks alike. A tenth of ``memory`` stays free for what these do not count.
-    :func:`explain` shows the choice and what was tried; the logger "shardwise.strategies.auto" reports it at
-    level INFO.
+    ``auto`` chooses the candidate that fits in ``memory`` and exposes the fewest bytes. Candidates are
+    ``ddp``, ``zero2``, ``zero3`` with as many of the last blocks kept unsharded from forward to backward as
+    fit, and the hybrid strategies if the ranks have a mesh for them. Exposed bytes are those that a rank
+    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others.
+    Computation covers some of them; since it depends on the machines how many, all of them count. Between
+    equal candidates, it chooses the one that sends less within hosts, then the one that holds less. Like
+    :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for each candidate, on all ranks.
+    A tenth of ``memory`` stays free for what these steps do not count. :func:`explain` shows the choice and
+    the candidates; the logger "shardwise.strategies.auto" reports it at level INFO.
 
     Args:
-        model: not sharded itself. Modules inside it that are sharded already are left as they are.
+        model: not sharded itself. Modules inside it that are already sharded stay as they are.
         strategy: one of the above, or ``"auto"``.
-        memory: for ``"auto"``, which needs it: what a rank has, in bytes or as ``"80GB"``.
-        sample: for ``"auto"``, which needs it: what forward takes on a rank, as ``batch`` of
-            :func:`shardwise.estimate`. Only shapes and dtypes are read, which are the same on all ranks; pass
-            the largest.
-        optimizer: for ``"auto"``: by a name or a function, as of :func:`shardwise.estimate`. None: AdamW.
-        loss: for ``"auto"``: makes a scalar of what forward returns. None: what is called ``loss`` there, or
-            a sum.
+        memory: required by ``"auto"``: the memory of a rank, in bytes or as ``"80GB"``.
+        sample: required by ``"auto"``: the inputs of forward on a rank, as ``batch`` of
+            :func:`shardwise.estimate`. Only shapes and dtypes are read, which must be the same on all ranks;
+            pass the largest inputs.
+        optimizer: for ``"auto"``: a name or a function, as in :func:`shardwise.estimate`. None: AdamW.
+        loss: for ``"auto"``: a function that makes a scalar of the output of forward. None: the output's
+            ``loss``, or a sum.
         wrap: which modules become groups, to be unsharded for their own forward and backward. A module class
             or a set of them, a predicate ``(module)`` or ``(name, module)``, FSDP1's recursive
             ``(module, recurse, nonwrapped_numel)``, or a policy object
@@ -133,47 +133,47 @@ def shard_model(
             its method ``choose``). None: the repeated blocks; see :class:`shardwise.strategies.WrapRepeated`.
             :func:`explain` shows the result.
         mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, on
-            the device that :func:`fully_shard` chooses; for the hybrid ones arranged by ``LOCAL_WORLD_SIZE``,
-            which torchrun sets: on one host they do what ``zero3`` and ``zero2`` do, with one rank on each
-            what ``ddp`` does.
-        dp_mesh_dims: names of the dimensions to use, for a mesh of more.
+            the device that :func:`fully_shard` chooses. For the hybrid strategies, they are arranged by
+            ``LOCAL_WORLD_SIZE``, which torchrun sets. On one host, these strategies are the same as ``zero3``
+            and ``zero2``; with one rank on each host, the same as ``ddp``.
+        dp_mesh_dims: names of the dimensions to use, if the mesh has more.
         overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
             another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,
-            offload_policy, comm_policy, reshard_after_forward, shard_placement_fn. The root's name is "".
-            Where several entries match, the last one counts.
-        bucket_cap_mb: neighbouring modules share a group as long as its full parameters take up to this many
-            megabytes (10^6 bytes). None: each is a group of its own.
-        mp_policy: as in :func:`fully_shard`, like the rest; or ``"bf16"`` or ``"fp16"``, which compute in
-            that and reduce in float32.
+            offload_policy, comm_policy, reshard_after_forward, shard_placement_fn. The root's name is "". If
+            several entries match, the last one counts.
+        bucket_cap_mb: neighbouring modules share a group as long as its full parameters need at most this
+            many megabytes (10^6 bytes). None: each has its own group.
+        mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that dtype and
+            reduce in float32.
         offload_policy: where shards live; ``"cpu"`` stands for :class:`CPUOffloadPolicy`.
         ignored_params: parameters to leave as they are.
-        ignored_modules: modules whose parameters, and those of modules inside them, are left as they are.
+        ignored_modules: modules whose parameters, and those of modules inside them, stay as they are.
         shard_placement_fn: the dim to shard each parameter on.
-        comm_policy: how parameters travel.
+        comm_policy: how and when parameters are communicated.
         activation_checkpointing: which modules keep only their inputs between forward and backward, and run
             their forward again in backward: True or ``"blocks"`` for the modules that become groups, a module
-            class or a set of them, or a predicate ``(module)``. Of modules inside each other, the outermost.
-            Each gets a ``forward`` of its own, around :func:`torch.utils.checkpoint.checkpoint` without
+            class or a set of them, or a predicate ``(module)``. If such modules are nested, only the
+            outermost. Each gets its own ``forward``, around :func:`torch.utils.checkpoint.checkpoint` without
             reentry; names and classes stay.
-        compile: compile each module that becomes a group, or the model where there is none but it, by
+        compile: compile each module that becomes a group, or the model if it is the only group, by
             ``module.compile()``; a dict holds options of :func:`torch.compile`.
-        sync_module_states: have all ranks begin with what the first rank of the mesh has; collective.
-        check_equal_weights: compare at the first forward with gradients what ranks have cut; see
-            :func:`fully_shard`.
+        sync_module_states: give all ranks the values of the first rank of the mesh; collective.
+        check_equal_weights: in the first forward with gradients, compare the weights that ranks have
+            sharded; see :func:`fully_shard`.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ValueError: an unknown strategy or name of a policy, a mesh that does not fit the strategy, nothing
-            that fits in ``memory``, a ``wrap`` or an override that matches nothing, and what
-            :func:`fully_shard` refuses.
+        ValueError: an unknown strategy or name of a policy; a mesh that does not fit the strategy; nothing
+            that fits in ``memory``; a ``wrap`` or an override that matches nothing; and as
+            :func:`fully_shard` raises.
         TypeError: an argument is of the wrong kind.
         NotImplementedError: ``"auto"`` and a parameter that is a DTensor or of another class than plain
             tensors.
 
     Warns:
-        UserWarning: the root's own group keeps more than half of the parameters: they are unsharded at once.
+        UserWarning: the root's own group has more than half of the parameters, which are unsharded at once.
 
     Example::
 
@@ -246,7 +246,7 @@ def _refuse_beside_auto(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f'shard_model: {name} does not go with strategy="auto", which chooses for all groups alike, '
+                f'shard_model: {name} does not work with strategy="auto", which chooses for all groups, '
                 "with shards on the device and on dim 0. Leave it out, or name a strategy."
             )
 

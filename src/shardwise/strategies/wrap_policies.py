@@ -47,8 +47,8 @@ class WrapClasses:
             becomes a group, the inner ones first.
 
     Raises:
-        TypeError: something else than module classes.
-        ValueError: no class; or, from ``shard_model``, a module without a forward is of one of them.
+        TypeError: ``classes`` contains something other than module classes.
+        ValueError: there is no class; or, from ``shard_model``, a module of one of them has no forward.
 
     Example::
 
@@ -68,14 +68,14 @@ class WrapClasses:
 
 
 class WrapWhere:
-    """Every module for which a function says so becomes a group.
+    """Every module for which a function returns True becomes a group.
 
     Args:
         predicate: ``(module) -> bool`` or ``(name, module) -> bool``, with the module's name as in
-            ``model.named_modules()``. Must answer alike on every rank.
+            ``model.named_modules()``. Must return the same on every rank.
 
     Raises:
-        TypeError: ``predicate`` takes other arguments; or it answers with a dict, as functions for torch's
+        TypeError: ``predicate`` has other arguments; or it returns a dict, as functions for torch's
             ``CustomPolicy`` may: settings of single modules go into ``overrides=``.
         ValueError: from ``shard_model``, for a module without a forward.
 
@@ -112,26 +112,25 @@ class WrapWhere:
 
 
 class WrapRecursively:
-    """FSDP1's ``auto_wrap_policy``: a function that is asked on the way down and on the way up.
+    """FSDP1's ``auto_wrap_policy``: a function that is called on the way down and on the way up.
 
-    For each module it is first asked with ``recurse=True`` and the number of parameters inside; if it
-    declines, neither the module nor anything inside becomes a group. Else its children are gone through,
-    and then it is asked with ``recurse=False`` and the number of parameters inside that no chosen module
-    has taken. A parameter counts once, an ignored one not at all.
+    For each module it is first called with ``recurse=True`` and the number of parameters inside. If it
+    returns False, neither the module nor anything inside becomes a group. Otherwise its children are visited,
+    and then it is called with ``recurse=False`` and the number of parameters inside that belong to no chosen
+    module. A parameter counts once, and an ignored one does not count.
 
-    The modules are those that ``FullyShardedDataParallel`` wraps, but for three kinds, which cannot work
-    or have nothing to do as groups and are passed over: modules without a forward (``nn.ModuleList``),
-    whose parameters then count for the module around; modules without parameters; and a second place of
-    one module. Two chosen modules may share a parameter, which FSDP1 did not support.
+    The modules are those that ``FullyShardedDataParallel`` wraps, except for three kinds, which cannot be
+    groups or would be empty: modules without a forward (``nn.ModuleList``), whose parameters then count for
+    the module around them; modules without parameters; and a second place of one module. Two chosen modules
+    may share a parameter, which FSDP1 did not support.
 
     Args:
-        policy: ``(module, recurse, nonwrapped_numel) -> bool``; the last may be called
-            ``unwrapped_params``, as in torch 1.11, or be left to ``**kwargs``. ``functools.partial`` gives
-            further arguments. The functions and ``ModuleWrapPolicy`` of ``torch.distributed.fsdp.wrap``
-            will do.
+        policy: ``(module, recurse, nonwrapped_numel) -> bool``; the last may be called ``unwrapped_params``,
+            as in torch 1.11, or be left to ``**kwargs``. ``functools.partial`` passes further arguments. The
+            functions and ``ModuleWrapPolicy`` of ``torch.distributed.fsdp.wrap`` work.
 
     Raises:
-        TypeError: ``policy`` takes other arguments, or needs some that are not given.
+        TypeError: ``policy`` has other arguments, or needs some that are not given.
 
     Example::
 
@@ -156,20 +155,21 @@ class WrapRecursively:
 class WrapBySize:
     """Modules become groups of at least some number of parameters, from the leaves up.
 
-    A module is chosen if the parameters inside it, without those of modules chosen inside it, are
-    enough. What is left over at the top stays with the model.
+    A module is chosen if it has enough parameters inside, without those of modules chosen inside it. The rest
+    at the top stays with the model.
 
     Args:
         min_num_params: how many parameters are enough. The default is that of FSDP1 and FairScale, for
             models of billions.
         keep_whole: classes whose modules are not divided and, as in FSDP1, not chosen: they belong to the
-            group around. ``nn.MultiheadAttention`` uses parameters of modules inside it without calling
-            these.
+            group around them. ``nn.MultiheadAttention``, for example, uses parameters of modules inside it
+            without calling these modules.
         descend_only: classes whose modules are not chosen themselves, only modules inside them. Modules
             without a forward never are.
 
     Raises:
-        TypeError, ValueError: ``min_num_params`` is no number above 0; the others no module classes.
+        TypeError, ValueError: ``min_num_params`` is not a number above 0, or the others are not module
+            classes.
 
     Example::
 
@@ -208,10 +208,10 @@ class WrapBySize:
 class WrapRepeated:
     """The repeated blocks of a model become groups. This is what ``wrap=None`` means.
 
-    Blocks are modules of which two or more of the same class, with parameters, are children of the same
-    ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential``; the outermost such. Nothing inside a block is
-    chosen. A module that stands in several places counts once. Rank 0 logs the choice, at level INFO, by the
-    logger "shardwise"; the others log it at level DEBUG.
+    If an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` has two or more children of the same
+    class, with parameters, these are blocks. Only the outermost blocks are chosen, and nothing inside them. A
+    module in several places counts once. Rank 0 logs the choice at level INFO of the logger "shardwise"; the
+    others log it at level DEBUG.
 
     Example::
 

@@ -61,7 +61,7 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
     if not has_forward(module):
         raise ValueError(
             f"{where} '{names[module]}', a {type(module).__name__}, which has no forward: its children are "
-            "called one by one, so nothing would tell when to unshard its parameters. Choose its children, "
+            "called one by one, so it is unknown when to unshard its parameters. Choose its children, "
             "or the module around it."
         )
 

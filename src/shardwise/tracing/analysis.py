@@ -165,8 +165,8 @@ def advice(recording: Recording) -> list[str]:
     """Sentences on what would shorten the step, where the recording leaves no doubt."""
     if not recording.of_row(COMPUTATION):
         return [
-            "No module was seen to compute: a model that is compiled as a whole runs as one graph, which "
-            "tells nothing."
+            "No module has computed: a model that is compiled as a whole runs as one graph, which a trace "
+            "cannot see into."
         ]
     waits = [s for s in recording.waits() if s.awaits == ALL_GATHER and s.phase == FORWARD]
     if waits and not recording.knew_order:

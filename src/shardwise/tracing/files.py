@@ -19,17 +19,18 @@ _LANES = 100  # at most, of one row
 
 
 def merge_traces(paths: Iterable[str | Path], out: str | Path) -> None:
-    """Put the traces of several ranks on one axis of time, in one file.
+    """Put the traces of several ranks on one time axis, in one file.
 
-    Where the ranks entered their traces together, zero is the same moment on all of them, to about the
-    latency of an all-reduce. Else each rank's own clock of the day counts, as good as the hosts keep it.
+    If the ranks entered their traces together, zero is the same moment on all of them, to about the latency
+    of an all-reduce. Otherwise the clocks of the hosts are compared, and are only as exact as those clocks.
 
     Args:
         paths: files that ``trace.save`` wrote with the ending ``.json``, one for each rank.
-        out: where to; the ending says what, as in ``trace.save``.
+        out: the file to write; its ending selects the format, as in ``trace.save``.
 
     Raises:
-        ValueError: no files, a file of something else, two of the same rank, or another ending.
+        ValueError: there are no files, a file is not a trace, two are of the same rank, or the ending is
+            unknown.
         FileNotFoundError: one is missing.
     """
     write = writer_for(out, "merge_traces")
@@ -92,8 +93,8 @@ def read_json(path: Path) -> list[Recording]:
         return [Recording.from_dict(each) for each in found]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"merge_traces: {path} is no trace of this library ({type(error).__name__}: {error}). Give the "
-            "files that trace.save() wrote on each rank with the ending .json."
+            f"merge_traces: {path} is not a trace of this library ({type(error).__name__}: {error}). Give "
+            "the files that trace.save() wrote on each rank with the ending .json."
         ) from error
 
 

@@ -74,25 +74,25 @@ class Trace:
 def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """Record what the sharded modules of ``model`` do inside: computation, collectives, waits, memory.
 
-    For the questions what a step takes its time with, and which transfers no computation covers. Trace a
-    later step than the first, which records the order of blocks.
+    A trace shows where a step spends its time, and which transfers no computation covers. Do not trace the
+    first step, which records the order of blocks.
 
-    On the host, transfers end when the back end is done, which a thread for each kind of collective waits
-    for. On a device, times are those of events on its streams, and the host waits for the device at both ends
-    of the block. Computation is what runs between entering and leaving the modules of a group, forward and
-    backward. Not recorded: what the caller communicates, what runs inside a graph of a model compiled as a
-    whole, and the memory of activations and optimizer states. A communication hook that sends gradients in
-    fewer bytes sends fewer than the trace says.
+    On the host, transfers end when the back end is done; one thread for each kind of collective waits for
+    that. On a device, times are those of events on its streams, and the host waits for the device at both
+    ends of the block. Computation is what runs between entering and leaving the modules of a group, forward
+    and backward. A trace does not record the caller's own communication, work inside a graph of a model
+    compiled as a whole, or the memory of activations and optimizer states. If a communication hook sends
+    gradients in fewer bytes, it sends fewer than the trace shows.
 
-    Outside of the block it costs nothing. Inside, the host takes about twice the time for each group.
+    Outside of the block a trace costs nothing. Inside, the host needs about twice the time for each group.
 
     Args:
         model: a sharded module, or one with sharded modules inside; those are recorded.
         on_all_ranks: all ranks of the model enter together, so that ``merge_traces`` can put their files on
-            one axis of time. False: this rank records alone, and others need not.
+            one time axis. False: only this rank records, and the others need not enter.
 
     Yields:
-        The trace; to be looked at and saved after the block.
+        The trace. Print and save it after the block.
 
     Raises:
         TypeError: ``model`` is no module.
