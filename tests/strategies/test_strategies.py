@@ -832,7 +832,9 @@ REFUSALS = {
         )
         for theirs, ours in FSDP1S.items()
     },
-    "FSDP1's enum": case("ValueError", "called 'hybrid_zero2'", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "FSDP1's enum": case(
+        "ValueError", "called 'hybrid_zero2'", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2
+    ),
     "an override by FSDP1's": case(
         "ValueError", "in the override for 'blocks.1'", "called 'ddp'", overrides={"blocks.1": "NO_SHARD"}
     ),
