@@ -832,9 +832,11 @@ REFUSALS = {
         )
         for theirs, ours in FSDP1S.items()
     },
-    "FSDP1's enum": case("ValueError", "'hybrid_zero2' here", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2),
+    "FSDP1's enum": case(
+        "ValueError", "called 'hybrid_zero2'", strategy=ShardingStrategy._HYBRID_SHARD_ZERO2
+    ),
     "an override by FSDP1's": case(
-        "ValueError", "in the override for 'blocks.1'", "'ddp' here", overrides={"blocks.1": "NO_SHARD"}
+        "ValueError", "in the override for 'blocks.1'", "called 'ddp'", overrides={"blocks.1": "NO_SHARD"}
     ),
     "zero3 on two dimensions": case("ValueError", "zero3", "hybrid", "2", mesh=square),
     "hybrid on one dimension": case(
