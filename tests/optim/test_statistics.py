@@ -511,36 +511,36 @@ def test_nothing_has_no_statistics() -> None:
 # --- penalties ------------------------------------------------------------------------------------
 
 
-def penalised(layout: Layout | None, build: Any, is_local: bool) -> dict[str, Any]:
-    """The gradients of a loss to which the squares of all parameters are added, after two backwards."""
+def penalised(layout: Layout | None, build: Any, is_sum: bool) -> dict[str, Any]:
+    """The gradients of a loss with a penalty, as docs/guides/look-inside.md writes it, after two backwards."""
     model = model_on(layout, build)
-    width = build.sizes[0] if isinstance(build, Run) else 7
-    loss = (loss_of if isinstance(build, Run) else mean_of_squares)(model, layout_inputs(layout, 1, width))
-    # As docs/guides/look-inside.md writes it.
-    penalty = sum(
-        (param.to_local() if isinstance(param, DTensor) else param).square().sum()
-        if is_local
-        else (param.square().sum().full_tensor() if isinstance(param, DTensor) else param.square().sum())
-        for param in model.parameters()
-    )
-    (loss + 0.1 * penalty).backward()
+    width, loss = (build.sizes[0], loss_of) if isinstance(build, Run) else (7, mean_of_squares)
+    if is_sum:
+        local = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
+        penalty = sum(param.square().sum() for param in local)
+    else:
+        norms = [param.norm() for param in model.parameters()]
+        penalty = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    (loss(model, layout_inputs(layout, 1, width)) + 0.1 * penalty).backward()
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("layout", "build", "is_local"),
+    ("layout", "build", "is_sum"),
     [
         (LINES[1], uneven_tower, True),
         (LINES[3], uneven_tower, True),
         (SQUARE, uneven_tower, True),
         (TWO_D, Run(plan="everything", sizes=UNEVEN), True),
         (TWO_D, Run(plan="mlps", sizes=UNEVEN), True),
+        (LINES[3], uneven_tower, False),
+        (SQUARE, uneven_tower, False),
         (TWO_D, Run(plan="mlps", sizes=UNEVEN), False),
     ],
     ids=str,
 )
 def test_a_penalty_on_sharded_parameters_counts_once(
-    layout: Layout, build: Any, is_local: bool, request: pytest.FixtureRequest
+    layout: Layout, build: Any, is_sum: bool, request: pytest.FixtureRequest
 ) -> None:
     world = request.getfixturevalue(f"world{layout.size}")
-    assert_all_same(world.run(penalised, layout, build, is_local), penalised(None, build, is_local))
+    assert_all_same(world.run(penalised, layout, build, is_sum), penalised(None, build, is_sum))
