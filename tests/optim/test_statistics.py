@@ -38,6 +38,7 @@ from test_clipping import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import CPUOffloadPolicy, clip_grad_norm_, fully_shard, global_norm, materialize, statistics
 
@@ -506,6 +507,34 @@ def test_the_global_norm_takes_tensors_only(given: Any, text: str) -> None:
 def test_nothing_has_no_statistics() -> None:
     assert statistics(nn.Identity()) == statistics({}) == {}
     assert statistics(nn.Linear(1, 1).requires_grad_(False), of="gradients", by="module") == {}
+
+
+# --- what DTensors say ------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_figures_of_a_sharded_parameter_are_those_of_a_part() -> None:
+    """As the table of docs/guides/look-inside.md has it."""
+    value = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+    param = nn.Parameter(distribute_tensor(value, LINES[2].mesh(), ROWS, src_data_rank=None))
+    part = value.chunk(2)[dist.get_rank()]
+    assert param.numel() == 24
+    for name in ("norm", "sum", "max", "mean"):
+        with torch.no_grad():
+            figure = getattr(param, name)()
+        assert figure.item() == pytest.approx(getattr(part, name)().item())
+        assert figure.full_tensor().item() == pytest.approx(getattr(value, name)().item())
+    for tensor in (
+        param,
+        nn.Parameter(distribute_tensor(value[:5], LINES[2].mesh(), ROWS, src_data_rank=None)),
+    ):
+        for name in ("std",) if tensor is param else ("std", "mean"):
+            with CommDebugMode() as sent, torch.no_grad():
+                figure = getattr(tensor, name)()
+            assert figure.item() == pytest.approx(getattr(value[: len(tensor)], name)().item())
+            assert [str(what) for what in sent.get_comm_counts()] == [
+                "c10d_functional.all_gather_into_tensor"
+            ]
 
 
 # --- penalties ------------------------------------------------------------------------------------
