@@ -464,6 +464,7 @@ def test_what_has_no_values_is_refused_by_name() -> None:
 LINEAR = nn.Linear(1, 1)
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ([LINEAR.weight], {}, "TypeError: statistics: model_or_tensors is a list; pass a module or a mapping"),
+    ({1: LINEAR.weight}, {}, "TypeError: statistics: a name in model_or_tensors is 1, an int; pass a str."),
     ({"w": 1}, {}, "TypeError: statistics: model_or_tensors['w'] is 1, an int; pass a tensor."),
     ({"w": torch.ones(2).cfloat()}, {}, "ValueError: statistics: w is complex"),
     (LINEAR, {"of": "grads"}, "ValueError: statistics: of is 'grads', a str; pass 'parameters' or 'gradients'."),

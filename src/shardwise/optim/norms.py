@@ -462,6 +462,8 @@ def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreac
         own.append(norm_of(stacked(pieces, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)
+    if len(of_kinds) == 1:
+        return of_kinds[0][0]
     return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
 
 

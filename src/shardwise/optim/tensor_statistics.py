@@ -164,6 +164,7 @@ def _named(caller: str, given: nn.Module | Mapping[str, Tensor]) -> dict[str, Te
     if isinstance(given, nn.Module):
         return {clean(name): param for name, param in given.named_parameters(remove_duplicate=False)}
     for name, tensor in given.items():
+        check_type(caller, "a name in model_or_tensors", name, "a str", str)
         check_type(caller, f"model_or_tensors[{name!r}]", tensor, "a tensor", Tensor)
     return dict(given)
 
