@@ -405,6 +405,7 @@ def test_the_global_norm_takes_parameters_differences_and_one_tensor() -> None:
     before = [param.detach().clone() for param in model.parameters()]
     assert global_norm(p - b for p, b in zip(model.parameters(), before, strict=True)) == 0
     assert global_norm(before[0]) == pytest.approx(full(before[0]).norm().item())
+    assert global_norm([before[0], before[0]]) == global_norm(before[0])
     norm = global_norm(param.bfloat16() for param in model.parameters())
     assert (type(norm), norm.dtype, norm.shape) == (Tensor, torch.float32, ())
     assert global_norm([]) == 0
