@@ -24,6 +24,7 @@ from shardwise import (
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
+    global_norm,
     inference,
     load_checkpoint,
     load_full_state_dict,
@@ -32,11 +33,12 @@ from shardwise import (
     resume,
     save_checkpoint,
     shard_model,
+    statistics,
     trace,
     unsharded,
 )
 from shardwise.init import check_replicas, sync_module_states
-from shardwise.optim import Muon, WholeMatrices, WholeParameters, grad_norms_by_module, on_whole_matrices
+from shardwise.optim import Muon, WholeMatrices, WholeParameters, on_whole_matrices
 from shardwise.ranks import StopSignal
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict, save_safetensors
@@ -159,6 +161,7 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "clip_grad_norm_": lambda job: clip_grad_norm_(job.model, 1.0),
     "full_state_dict": lambda job: full_state_dict(job.model, job.optimizer),
     "fully_shard": lambda job: fully_shard(plain(), sync_module_states=True),
+    "global_norm": lambda job: global_norm(job.model.parameters()),
     "inference": _inference,
     "load_checkpoint": lambda job: load_checkpoint(f"{job.folder}/step-1", job.model, job.optimizer),
     "load_full_state_dict": _load_full_state_dict,
@@ -166,6 +169,7 @@ CALLS: dict[str, Callable[[Job], Any]] = {
     "resume": lambda job: resume(job.folder, job.model, job.optimizer),
     "save_checkpoint": lambda job: save_checkpoint(f"{job.folder}/step-2", job.model, job.optimizer),
     "shard_model": _hybrid,
+    "statistics": lambda job: statistics(job.model),
     "trace": _trace,
     "unsharded": _unsharded,
     "init.check_replicas": lambda job: check_replicas(job.model),
@@ -177,7 +181,6 @@ CALLS: dict[str, Callable[[Job], Any]] = {
         {"params": list(job.model[1].parameters())}
     ),
     "optim.WholeParameters.step": lambda job: _whole_parameters(job).step(),
-    "optim.grad_norms_by_module": lambda job: grad_norms_by_module(job.model),
     "optim.on_whole_matrices": lambda job: on_whole_matrices(job.matrices, negated),
     "state.iter_full_parameters": lambda job: list(iter_full_parameters(job.model)),
     "state.load_full_optimizer_state_dict": _load_full_optimizer_state_dict,
@@ -195,7 +198,7 @@ LOCAL = {
     *("register_fsdp_forward_method", "share_comm_ctx", "strategies.register_comm_hook"),
     *("optim.FlatOptimizer", "optim.FlatOptimizer.step", "optim.FlatOptimizer.stepped_parameters"),
     *("optim.Muon", "optim.Muon.add_param_group", "optim.WholeMatrices", "optim.WholeParameters.owns"),
-    *("optim.is_hidden_matrix", "optim.newton_schulz", "optim.offload_optimizer_state"),
+    *("optim.Statistics", "optim.is_hidden_matrix", "optim.newton_schulz", "optim.offload_optimizer_state"),
     *("state.EMA", "state.EMA.load_state_dict", "state.EMA.state_dict", "state.EMA.swap", "state.EMA.update"),
     *("state.LoadReport", "state.rekey_optimizer_state_dict", "ranks.set_wait_limit"),
     *("interop.follow_unshard_actions", "interop.install", "interop.installed", "interop.uninstall"),
@@ -280,6 +283,7 @@ GradScaler.unscale_gradients: GradScaler
 clip_grad_norm_: clip_grad_norm_
 full_state_dict: full_state_dict
 fully_shard: fully_shard
+global_norm: global_norm
 inference: inference, collectives of passes
 load_checkpoint: load_checkpoint
 load_full_state_dict: load_full_state_dict
@@ -287,6 +291,7 @@ materialize: materialize
 resume: resume
 save_checkpoint: save_checkpoint
 shard_model: shard_model
+statistics: statistics
 trace: trace
 unsharded: unsharded
 init.check_replicas: check_replicas
@@ -296,7 +301,6 @@ optim.WholeMatrices.apply: WholeMatrices
 optim.WholeParameters: WholeParameters
 optim.WholeParameters.add_param_group: WholeParameters, WholeParameters.add_param_group
 optim.WholeParameters.step: WholeParameters, WholeParameters.step
-optim.grad_norms_by_module: grad_norms_by_module
 optim.on_whole_matrices: WholeMatrices
 state.iter_full_parameters: iter_full_parameters
 state.load_full_optimizer_state_dict: full_state_dict, load_full_optimizer_state_dict

@@ -55,6 +55,7 @@ estimate
 explain
 full_state_dict
 fully_shard
+global_norm
 inference
 latest_checkpoint
 load_checkpoint
@@ -67,6 +68,7 @@ resume
 save_checkpoint
 shard_model
 share_comm_ctx
+statistics
 trace
 unsharded""",
     )
@@ -112,7 +114,7 @@ def test_options_are_passed_by_name() -> None:
         "Muon",
         "PipelineStage",
     }
-    results = {"LoadReport", "Loaded", "CollectiveCounts", "Estimate"}
+    results = {"LoadReport", "Loaded", "CollectiveCounts", "Estimate", "Statistics"}
     public = {
         name: thing
         for name, thing in public_names().items()

@@ -8,7 +8,7 @@ in the packages:
     shardwise.planning      what an estimate consists of
     shardwise.strategies    wrap policies, hooks for gradients
     shardwise.init          make weights equal on all ranks, or check that they are
-    shardwise.optim         Muon, flat optimizers, norms by module, optimizer state in host memory
+    shardwise.optim         Muon, flat optimizers, optimizer state in host memory
     shardwise.state         averages, safetensors files, full parameters one by one, full optimizer states
     shardwise.checkpoint    the results of saving and loading
     shardwise.ranks         stopping all ranks at the same step, and reports of long waits
@@ -22,7 +22,7 @@ from shardwise.engine.finalization import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.init import materialize
-from shardwise.optim import GradScaler, clip_grad_norm_
+from shardwise.optim import GradScaler, clip_grad_norm_, global_norm, statistics
 from shardwise.planning import estimate
 from shardwise.policies import (
     CommPolicy,
@@ -55,6 +55,7 @@ __all__ = [
     "explain",
     "full_state_dict",
     "fully_shard",
+    "global_norm",
     "inference",
     "latest_checkpoint",
     "load_checkpoint",
@@ -67,6 +68,7 @@ __all__ = [
     "save_checkpoint",
     "shard_model",
     "share_comm_ctx",
+    "statistics",
     "trace",
     "unsharded",
 ]

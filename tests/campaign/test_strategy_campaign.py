@@ -59,11 +59,11 @@ from shardwise import (
     inference,
     no_sync,
     shard_model,
+    statistics,
     unsharded,
 )
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
-from shardwise.optim import grad_norms_by_module
 from shardwise.strategies import WrapBySize, register_comm_hook
 from shardwise.strategies.wrap_policies import as_policy
 from shardwise.strategies.wrapping import chosen
@@ -670,7 +670,7 @@ class StrategyRun(Run):
         self.act(step["after"], f"step {number}, after backward")
         self.place = f"step {number}"
         if step["norms"]:
-            self.note_norms(step["clip"] or 2.0)
+            self.note_statistics()
         if step["clip"] is not None:
             self.clip(step)
         self.note_gradients()
@@ -709,16 +709,17 @@ class StrategyRun(Run):
             )
         self.note("logarithm of the norm", norm.double().log1p())  # of any size
 
-    def note_norms(self, power: float) -> None:
+    def note_statistics(self) -> None:
         if self.is_sharded:
-            found = grad_norms_by_module(self.model, norm_type=power)
+            modules = statistics(self.model, of="gradients", by="module")
+            found = {name: each.norm for name, each in modules.items()}
         else:
             found = {}
             for name, module in self.model.named_modules():
                 if any(p.requires_grad or p.grad is not None for p in module.parameters()):
                     gradients = [p.grad.double().flatten() for p in module.parameters() if p.grad is not None]
                     flat = torch.cat(gradients) if gradients else torch.zeros(0)
-                    found[name] = torch.linalg.vector_norm(flat, power).item() if flat.numel() else 0.0
+                    found[name] = torch.linalg.vector_norm(flat).item() if flat.numel() else 0.0
         self.note("modules with norms", list(found))
         self.note("their logarithms", torch.tensor(list(found.values()), dtype=torch.float64).log1p())
 

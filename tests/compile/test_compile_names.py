@@ -272,7 +272,7 @@ def messages(form: str) -> dict[str, str]:
         "prefetch": told(lambda: model.set_modules_to_forward_prefetch([block.up])),
     }
     train(model)
-    said["norms"] = str(shardwise.optim.grad_norms_by_module(model))
+    said["norms"] = str(list(shardwise.statistics(model, by="module")))
     next(block.up.parameters()).grad.fill_(float("nan"))
     said["not finite"] = told(lambda: shardwise.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     events = events_of(model)

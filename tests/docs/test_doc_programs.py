@@ -21,6 +21,7 @@ import torch._dynamo
 import torch.distributed as dist
 from doc_programs import PAGES, ROOT, Program, blocks, migrations, programs
 from dynamo import forget_graphs
+from expecttest import assert_expected_inline
 from harness import World
 from torch import nn
 from torch._dynamo.utils import counters
@@ -29,9 +30,32 @@ PROGRAMS = [each for each in programs() if not each.needs_gpus]  # those: tests/
 MIGRATIONS = migrations()
 SHOWN_BELOW = {
     "README.md",
-    *(f"docs/{page}.md" for page in ("tutorial", "guides/strategies", "guides/checkpoints")),
+    *(
+        f"docs/{page}.md"
+        for page in ("tutorial", "guides/strategies", "guides/checkpoints", "guides/look-inside")
+    ),
 }
 BY_RANKS = {ranks: [each for each in PROGRAMS if each.ranks == ranks] for ranks in (2, 4)}
+
+
+class PrintingWriter:
+    """TensorBoard's writer, with the arguments that the guide passes; prints what it is given."""
+
+    def __init__(self, log_dir: str) -> None:
+        print("writes to", log_dir)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        print("scalar", tag, step, math.isfinite(value))
+
+    def add_histogram_raw(
+        self, tag: str, min: float, max: float, num: int, sum: float, sum_squares: float,
+        bucket_limits: list[float], bucket_counts: list[int], global_step: int,
+    ) -> None:  # fmt: skip
+        fits = len(bucket_limits) == len(bucket_counts) == 64
+        print("histogram", tag, global_step, fits and min <= sum / num <= max and sum_squares > 0)
+
+    def close(self) -> None:
+        print("closed")
 
 
 def run(script: str, folder: str) -> tuple[dict[str, Any], str]:
@@ -46,6 +70,9 @@ def run(script: str, folder: str) -> tuple[dict[str, Any], str]:
     try:
         with (
             mock.patch.dict(os.environ, ours),
+            mock.patch.dict(
+                sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=PrintingWriter)}
+            ),
             mock.patch.object(dist, "init_process_group"),
             mock.patch.object(dist, "destroy_process_group"),
             # A back end that needs no C++.
@@ -72,7 +99,10 @@ def written(folder: Path, codes: list[str]) -> list[str]:
 def skip_without_packages(program: Program) -> None:
     """Pages of docs/interop are about packages that the tests do not all install."""
     if program.missing:
-        assert program.page.startswith("docs/interop/") or program.missing == ["transformers"]
+        assert program.page.startswith("docs/interop/") or program.missing in (
+            ["transformers"],
+            ["tensorboard"],
+        )
         pytest.skip(f"{', '.join(program.missing)}: not installed")
 
 
@@ -160,6 +190,36 @@ def test_sharding_does_not_change_the_losses_of_the_tutorial(world2: World, tmp_
 def test_the_table_of_groups_is_what_is_printed(world2: World, tmp_path: Path) -> None:
     (table,) = blocks(ROOT / "docs" / "guides" / "strategies.md", "text")
     assert table in printed_by("guides/strategies.md", world2, tmp_path)[0]
+
+
+def test_one_looks_inside_on_all_ranks_and_writes_on_one(world2: World, tmp_path: Path) -> None:
+    ranks = printed_by("guides/look-inside.md", world2, tmp_path)
+    for text in blocks(ROOT / "docs" / "guides" / "look-inside.md", "text"):
+        assert set(text.splitlines()) <= {line for printed in ranks for line in printed.splitlines()}
+    first, second = ("\n".join(printed.split("on this rank\n")[1].splitlines()) for printed in ranks)
+    assert second == ""
+    assert_expected_inline(
+        first,
+        """\
+writes to runs/first
+scalar loss 0 True
+scalar gradient norm/model 0 True
+scalar gradient norm/0 0 True
+scalar gradient norm/2 0 True
+histogram 0.weight 0 True
+histogram 0.bias 0 True
+histogram 2.weight 0 True
+histogram 2.bias 0 True
+scalar loss 10 True
+scalar gradient norm/model 10 True
+scalar gradient norm/0 10 True
+scalar gradient norm/2 10 True
+histogram 0.weight 10 True
+histogram 0.bias 10 True
+histogram 2.weight 10 True
+histogram 2.bias 10 True
+closed""",
+    )
 
 
 def test_checkpoints_are_resumed(world2: World, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from comparing import assert_all_same, assert_as_plain, assert_equal
 from expecttest import assert_expected_inline
-from failure_models import Tied
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, refusal
 from models import WIDTH, Block, built, even_tower, random_batch, shard_tower, uneven_tower
@@ -30,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise.optim import grad_norms_by_module
 from shardwise.optim.passed_parameters import PassedAlong
 from shardwise.torch_compat import dtensor
 
@@ -386,14 +384,14 @@ def test_lists_that_differ_by_rank_are_refused_on_all_ranks(world2: World) -> No
     assert first == second
     assert_expected_inline(
         first[0],
-        """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). The norm is one of all that any rank passes, but each rank scales only what it passes itself. Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as zeros.""",
+        """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
     )
     assert first[1]  # nothing was scaled
     for text, is_untouched in world2.run(refused_lists, LINES[2], [[0, 1], [0, 2]], False):
         assert is_untouched
         assert_expected_inline(
             text,
-            """ValueError: clip_grad_norm_: ranks have passed different parameters: one of shape (2, 2) (not on rank 1), one of shape (3, 2) (not on rank 0). The norm is one of all that any rank passes, but each rank scales only what it passes itself. Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as zeros.""",
+            """ValueError: clip_grad_norm_: ranks have passed different parameters: one of shape (2, 2) (not on rank 1), one of shape (3, 2) (not on rank 0). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
         )
 
 
@@ -721,7 +719,6 @@ def deferred(layout: Layout, setter: str) -> dict[str, Any]:
     getattr(model, setter)(False)
     mean_of_squares(model, layout_inputs(layout, 0)).backward()
     found["clip"] = refusal(clip_grad_norm_, model.parameters(), 1.0)
-    found["by_module"] = refusal(grad_norms_by_module, model)
     model.zero_grad(set_to_none=False)  # nothing waits any more
     found["zeroed"] = clip_grad_norm_(model, 1.0).item()
     mean_of_squares(model, layout_inputs(layout, 0)).backward()
@@ -741,7 +738,6 @@ def test_gradients_that_wait_to_be_reduced_are_not_overlooked(world4: World, set
     assert others == [first] * 3
     assert first["zeroed"] == 0.0
     assert first["synchronised"] == pytest.approx(norm, rel=1e-12)
-    assert first["by_module"] == first["clip"]
     if setter == "set_requires_gradient_sync":
         assert_expected_inline(
             first["clip"],
@@ -799,15 +795,6 @@ def test_arguments_that_cannot_be_meant_are_refused(args: Any, kwargs: Any, text
     assert refusal(clip_grad_norm_, *args, **kwargs).startswith(text)
 
 
-def test_norms_by_module_refuse_the_same() -> None:
-    assert refusal(grad_norms_by_module, [PARAM]).startswith(
-        "TypeError: grad_norms_by_module: model is a list"
-    )
-    assert refusal(grad_norms_by_module, nn.Linear(1, 1), norm_type=-1).startswith(
-        "ValueError: grad_norms_by_module: norm"
-    )
-
-
 def with_gradients(*values: float | None) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.zeros(1)) for _ in values]
     for param, value in zip(params, values, strict=True):
@@ -827,7 +814,6 @@ def test_whatever_holds_parameters_is_taken() -> None:
         norm = clip_grad_norm_(nothing, 1.0, error_if_nonfinite=True)
         assert torch.equal(norm, torch.tensor(0.0))
         assert norm.dtype == torch.float32
-    assert grad_norms_by_module(nn.Linear(1, 1).requires_grad_(False)) == {}
 
 
 def test_inf_as_limit_measures_and_changes_nothing() -> None:
@@ -851,62 +837,6 @@ def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
 def test_sparse_gradients_are_clipped_as_dense_ones(world2: World, kind: Any) -> None:
     """Row 1 has three terms, which only their sum has the norm of."""
     assert_all_same(world2.run(embedded, True, kind), embedded(False, kind))
-
-
-# --- norms by module ------------------------------------------------------------------------------
-
-
-def by_module(layout: Layout | None, build: Callable[[], nn.Module]) -> list[dict[str, float]]:
-    if build is Everything:
-        model = everything(layout)
-    else:
-        model = tower(layout, build)
-        model.blocks[0].up.requires_grad_(False)
-    mean_of_squares(model, layout_inputs(layout, 0)).backward()
-    kinds = [2] if build is Everything else KINDS
-    return [sharded_by_module(model, kind) if layout else plainly_by_module(model, kind) for kind in kinds]
-
-
-def sharded_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
-    with Wire() as wire:
-        norms = grad_norms_by_module(model, norm_type=kind)
-    assert len(wire.calls) == 1 or isinstance(model, Everything)  # whose parts are on several meshes
-    assert norms[""] == pytest.approx(clip_grad_norm_(model, INF, kind).item(), rel=1e-14)
-    return norms
-
-
-def plainly_by_module(model: nn.Module, kind: Any) -> dict[str, float]:
-    found = {}
-    for name, module in model.named_modules():
-        gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]  # each once
-        if gradients:
-            found[name] = torch.linalg.vector_norm(torch.cat(gradients), float(kind)).item()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("layout", "build"),
-    [(LINES[4], even_tower), (SQUARE, Tied), (TWO_D, Everything)],
-    ids=["tower", "tied", "on_different_meshes"],
-)
-def test_each_module_has_the_norm_of_what_is_inside(
-    world4: World, layout: Layout, build: Callable[[], nn.Module]
-) -> None:
-    expected = by_module(None, build)
-    first, *others = world4.run(by_module, layout, build)
-    assert others == [first] * 3
-    for found, wanted in zip(first, expected, strict=True):
-        assert list(found) == list(wanted)
-        assert found == pytest.approx(wanted, rel=1e-10 if build is Everything else 1e-12)
-        assert "blocks.0.up" not in found
-        assert build is not Tied or found["embed"] == found["head"] > 0
-
-
-def test_modules_without_gradients_have_norm_zero() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Tanh())
-    model[1](torch.ones(1)).backward()
-    norms = grad_norms_by_module(model)
-    assert norms == pytest.approx({"": math.sqrt(2), "0": 0.0, "1": math.sqrt(2)})
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ BEYOND: dict[str, str] = {
     "CommPolicy": "how parameters travel",
     "GradScaler": "the peer leaves it to torch.amp, which mixtures of meshes mislead",
     "clip_grad_norm_": "a method of FSDP1's",
+    "global_norm": "the peer leaves it to torch, whose norm is a DTensor",
+    "statistics": "of whole tensors, in one all-reduce",
     "compile_options": "for torch.compile of whole models, whose graphs the peer breaks",
     "explain": "the groups as a table",
     "estimate": "memory and traffic of each strategy, before training",

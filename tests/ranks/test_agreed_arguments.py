@@ -17,10 +17,10 @@ from shardwise import (
     inference,
     load_full_state_dict,
     materialize,
+    statistics,
     unsharded,
 )
 from shardwise.init import sync_module_states
-from shardwise.optim import grad_norms_by_module
 from shardwise.state import iter_full_parameters, load_full_optimizer_state_dict
 
 
@@ -110,7 +110,7 @@ def in_vain(name: str) -> str:
     given = None if bad else model
     calls: dict[str, Callable[[], Any]] = {
         "clip parameters": lambda: clip_grad_norm_(model.parameters(), 1.0, "two" if bad else 2.0),
-        "norms": lambda: grad_norms_by_module(model, norm_type=0 if bad else 2),
+        "statistics": lambda: statistics(model, depth=0, by="parameter" if bad else "module"),
         "full_state_dict": lambda: full_state_dict(given),
         "unsharded": lambda: enter(unsharded(given)),
     }
@@ -120,7 +120,7 @@ def in_vain(name: str) -> str:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["clip parameters", "norms", "full_state_dict", "unsharded"])
+@pytest.mark.parametrize("name", ["clip parameters", "statistics", "full_state_dict", "unsharded"])
 def test_what_one_rank_cannot_agree_on_reaches_the_others(world2: World, name: str) -> None:
     world2.close()
     first, own = world2.run(in_vain, name)

@@ -24,6 +24,7 @@ class Program:
     def missing(self) -> list[str]:
         """Packages that it imports and that are not installed."""
         imported = re.findall(r"^ *(?:import|from) (\w+)", self.code, flags=re.MULTILINE)
+        imported += re.findall(r"torch\.utils\.(tensorboard)", self.code)
         return sorted({name for name in imported if importlib.util.find_spec(name) is None})
 
     @property

@@ -9,16 +9,19 @@ is_hidden_matrix           which parameters Muon treats as matrices
 newton_schulz              the iteration with which Muon orthogonalises them
 offload_optimizer_state    keep an optimizer's state in host memory between its steps
 clip_grad_norm_            clip gradients by their norm over all ranks and meshes
-grad_norms_by_module       the norm of each module's gradients
+global_norm                the norm of any tensors, over all ranks and meshes
+statistics                 norm, mean, extremes, histogram of each whole parameter or gradient, or by module;
+                           gives Statistics by name
 GradScaler                 loss scaling that all ranks agree on
 """
 
-from shardwise.optim.clipping import clip_grad_norm_, grad_norms_by_module
+from shardwise.optim.clipping import clip_grad_norm_, global_norm
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import is_hidden_matrix, newton_schulz
 from shardwise.optim.loss_scaling import GradScaler
 from shardwise.optim.muon import Muon
 from shardwise.optim.offload import offload_optimizer_state
+from shardwise.optim.tensor_statistics import Statistics, statistics
 from shardwise.optim.whole_matrices import WholeMatrices, on_whole_matrices
 from shardwise.optim.whole_parameters import WholeParameters
 
@@ -26,12 +29,14 @@ __all__ = [
     "FlatOptimizer",
     "GradScaler",
     "Muon",
+    "Statistics",
     "WholeMatrices",
     "WholeParameters",
     "clip_grad_norm_",
-    "grad_norms_by_module",
+    "global_norm",
     "is_hidden_matrix",
     "newton_schulz",
     "offload_optimizer_state",
     "on_whole_matrices",
+    "statistics",
 ]

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, and the norms by module. norms.py measures them."""
+"""Clipping by the norm of all gradients, and the norm of any tensors. norms.py measures them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.arguments import check_module, check_type, describe
-from shardwise.layout.fqns import clean, listed, names_in
+from shardwise.arguments import check_type, describe
+from shardwise.layout.fqns import clean, listed
 from shardwise.optim.norms import (
     HeldGradients,
     NormPlan,
     gradients_in,
     gradients_of,
-    norm_of,
+    held_tensors,
     norms_of_pieces,
-    stacked,
+    note_passed,
+    total_norm,
 )
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
@@ -90,60 +91,45 @@ def clip_grad_norm_(
 
 @monitored
 @torch.no_grad()
-def grad_norms_by_module(model: nn.Module, *, norm_type: float | str = 2.0) -> dict[str, float]:
-    """The norm of the gradients of all parameters inside each module of ``model``, by module name.
+def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0) -> Tensor:
+    """The norm of all elements of ``tensors``, whole ones, however they are divided between ranks.
 
-    Shows where gradients explode or vanish. The norm of a module includes its submodules, so ``""``, the
-    whole model, has the norm by which :func:`clip_grad_norm_` would clip. A tied parameter counts once in
-    every module that contains it.
+    What ``torch.nn.utils.get_total_norm`` is for plain tensors. The tensors themselves are measured: for
+    gradients, pass ``param.grad``, or use what :func:`clip_grad_norm_` returns. DTensors may be on any
+    meshes, sharded, replicated and tensor-parallel, together with plain tensors. No graph is recorded.
 
     Args:
-        model: any module, sharded or not.
-        norm_type: as in :func:`clip_grad_norm_`.
+        tensors: a tensor, or an iterable of tensors. One that appears twice counts once.
+        norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
 
     Returns:
-        Names as in ``model.named_modules()``, without the prefixes of ``torch.compile``, and norms, equal
-        on every rank. Modules without trainable parameters are left out; those whose parameters have no
-        gradient have norm 0.
+        A plain tensor without dimensions on the device of the mesh, float32, or float64 if a tensor is.
+        Summed in float64, and the same bits on every rank.
 
-    Collective, like :func:`clip_grad_norm_`, with the same number of all-reduces for all modules together,
-    each of 8 bytes a module, rank and kind of placement. Waits for the device.
+    Collective, with the all-reduces of :func:`clip_grad_norm_`: one for each mesh dimension over which a
+    tensor is sharded. All ranks of a mesh pass the same tensors. Where plain tensors differ by rank beside
+    DTensors, the largest of the ranks' norms counts.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: ``norm_type`` is not above 0.
-        RuntimeError: gradients of backwards without synchronisation wait to be reduced.
+        TypeError: ``tensors`` is or contains something else, such as the ``.grad`` of a parameter without.
+        ValueError: ``norm_type`` is not above 0, a tensor is on the meta device, or ranks of a mesh have
+            passed different tensors.
+        RuntimeError: a tensor is a gradient that waits to be reduced.
 
     Example::
 
-        loss.backward()
-        for name, norm in grad_norms_by_module(model).items():
-            print(f"{name:40} {norm:.3e}")
+        norm = global_norm(model.parameters())
+        moved = global_norm(p - before for p, before in zip(model.parameters(), snapshot))
     """
-    caller = "grad_norms_by_module"
-    check_module(caller, model)
+    caller = "global_norm"
     power = _check_norm_type(caller, norm_type)
-    params = list(model.parameters())
+    wanted, advice = "a tensor or an iterable of tensors", "Leave out gradients that are None."
+    given = _check_tensors(caller, tensors, f"{wanted}, such as model.parameters()", advice)
     passed = PassedParameters(caller)
-    gradients = gradients_of(params, passed, partial(_name_of, model))
-    pieces = norms_of_pieces(gradients.measured, power, is_foreach=True)
-    plan = NormPlan(gradients, passed, next(iter(params), None))
-    index_of = {id(param): index for index, param in enumerate(gradients.params)}
-    inside = {
-        name: indices
-        for module, name in names_in(model).items()
-        if (indices := [index_of[id(p)] for p in module.parameters() if id(p) in index_of])
-    }
-    if not inside:
-        return {}
-    # Many small sums cost less on the host than on a device.
-    on_host = stacked([norm for own in pieces for norm in own], plan.device).cpu()
-    norms = torch.stack([norm_of(own, power) for own in on_host.split([len(own) for own in pieces])])
-    columns = []
-    for column in range(len(plan.columns)):
-        rows = [[i for i in indices if plan.column_of[i] == column] for indices in inside.values()]
-        columns.append(torch.stack([norm_of(norms[row], power) for row in rows]).to(plan.device))
-    return dict(zip(inside, plan.over_ranks(columns, power).tolist(), strict=True))
+    held = held_tensors(given, caller, partial(_name_of, given))
+    note_passed(given, passed)
+    plan = NormPlan(held, passed, next(iter(given), None))
+    return total_norm(held, plan, power).to(_dtype_of_result(held))
 
 
 def _clip(
@@ -160,12 +146,7 @@ def _clip(
         passed = PassedParameters(caller)
         gradients = gradients_in(given, passed, name_of)
         plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
-        own = []
-        for column in plan.split(gradients.measured):
-            norms = norms_of_pieces(column, power, foreach is not False)
-            pieces = [norm for of_one in norms for norm in of_one]
-            own.append(norm_of(stacked(pieces, plan.device), power).view(1))
-        total = plan.over_ranks(own, power)[0].to(_dtype_of_result(gradients))
+        total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
             each = list(given.parameters()) if is_module else given
             gradients = gradients_of(each, passed, name_of)  # one by one, to name the culprits
@@ -265,20 +246,24 @@ def _check_parameters(caller: str, given: Any) -> Any:
     """``given`` if it is a module, otherwise its distinct parameters."""
     if isinstance(given, nn.Module):
         return given
+    wanted = "a module, a parameter or an iterable of parameters"
+    return _check_tensors(caller, given, wanted, "Pass the module itself, or model.parameters().")
+
+
+def _check_tensors(caller: str, given: Any, wanted: str, advice: str) -> list[Tensor]:
+    """The distinct tensors of ``given``, one or an iterable."""
     if isinstance(given, Tensor):
         return [given]
     if not isinstance(given, Iterable):
-        raise TypeError(
-            f"{caller}: expected a module, a parameter or an iterable of parameters, got {describe(given)}."
-        )
-    params = list(given)
-    for index, param in enumerate(params):
-        if not isinstance(param, Tensor):
+        raise TypeError(f"{caller}: expected {wanted}, got {describe(given)}.")
+    tensors = list(given)
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{caller}: at [{index}] of the iterable is {describe(param)}, where a parameter is "
-                "expected. Pass the module itself, or model.parameters()."
+                f"{caller}: at [{index}] of the iterable is {describe(tensor)}, where a tensor is expected. "
+                f"{advice}"
             )
-    return list({id(param): param for param in params}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -34,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.buckets.bucket import Bucket, bucket_and_index
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
-from shardwise.optim.passed_parameters import PassedParameters
+from shardwise.optim.passed_parameters import PassedAlong, PassedParameters
 from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
 from shardwise.torch_compat import dtensor, foreach, nn_modules
@@ -140,12 +141,52 @@ def gradients_of(
     Raises:
         RuntimeError: the gradient of the named parameter waits to be reduced, or is on another mesh.
     """
-    for param in params:
-        if isinstance(param, DTensor):
-            passed.add(
-                dtensor.spec_of(param).mesh, [vars(param).get(NAME) or f"one of shape {tuple(param.shape)}"]
-            )
-    return _all_as_their_parameters(params) or _one_by_one(params, passed.caller, name_of)
+    note_passed(params, passed)
+    return held_gradients(params, passed.caller, name_of)
+
+
+def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
+    """Compare those of ``tensors`` that are DTensors between the ranks of their meshes."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            name = vars(tensor).get(NAME) or f"one of shape {tuple(tensor.shape)}"
+            passed.add(dtensor.spec_of(tensor).mesh, [name])
+
+
+def held_gradients(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
+    """Like ``gradients_of``, for a caller that compares the parameters by names of its own."""
+    return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
+
+
+def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -> None:
+    """Refuse a tensor without values, by its name."""
+    if tensor.is_meta:
+        raise ValueError(
+            f"{caller}: {name_of(tensor)} is on the meta device: it has a shape, but no values. Call "
+            "shardwise.materialize(model) or load a checkpoint first."
+        )
+
+
+def held_tensors(tensors: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
+    """Any ``tensors``, as if they were gradients. Pending sums are redistributed, one by one.
+
+    Raises:
+        ValueError: one is on the meta device.
+        RuntimeError: one is a gradient that waits to be reduced.
+    """
+    locals_: list[Tensor] = []
+    places: list[GradientPlacement | None] = []
+    for tensor in tensors:
+        refuse_deferred(tensor)
+        refuse_meta(caller, tensor, name_of)
+        place = None
+        if isinstance(tensor, DTensor):
+            place = dtensor.spec_of(tensor).mesh, without_sums(tensor.placements)
+            if tensor.placements != place[1]:
+                tensor = tensor.redistribute(placements=place[1])
+        locals_.append(dtensor.plain(tensor))
+        places.append(place)
+    return HeldGradients(tensors, locals_, locals_, places)
 
 
 _fqn = attrgetter("fqn")
@@ -257,11 +298,12 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 def _dtype_of_sums(device: torch.device, dtype: torch.dtype, power: float) -> torch.dtype:
     """At least float32; float64 for exponents whose powers would soon leave the range of float32."""
     if power not in (1.0, 2.0, math.inf):
-        dtype = torch.promote_types(dtype, _widest(device))
+        dtype = torch.promote_types(dtype, widest(device))
     return torch.promote_types(dtype, torch.float32)
 
 
-def _widest(device: torch.device) -> torch.dtype:
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype in which a device sums best."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -288,10 +330,13 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Norms of any dtypes and devices as one tensor, to be combined."""
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
-    return (torch.stack(list(norms)) if norms else torch.zeros(0)).to(device, _widest(device))
+    return (torch.stack(list(norms)) if norms else torch.zeros(0)).to(device, widest(device))
 
 
 # --- norms over ranks -----------------------------------------------------------------------------
+
+Combine = Callable[[Tensor], Tensor]
+_OTHERS = "plain parameters or some on other meshes"
 
 
 @dataclass(frozen=True)
@@ -338,6 +383,8 @@ class NormPlan:
             unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
             kinds[place] = _Column(frozenset(split), frozenset(unknown))
         self.columns = list(dict.fromkeys(kinds.values()))
+        # What to call those in a column whose names no mesh has.
+        self.labels: list[Sequence[str]] = [[_OTHERS]] * len(self.columns)
         index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
         self.column_of = list(map(index_of.__getitem__, kinds_of))
         self.device = _device_for(gradients, first)
@@ -354,8 +401,17 @@ class NormPlan:
             columns[column].append(tensor)
         return list(columns)
 
-    def over_ranks(self, columns: Sequence[Tensor], power: float) -> Tensor:
-        """The norms over all ranks and columns, from this rank's: one tensor of the shape of a column.
+    def over_ranks(
+        self, columns: Sequence[Tensor], combine: Combine, choose: Combine, room: int = 0
+    ) -> list[Tensor]:
+        """Each column over all ranks, from this rank's.
+
+        Args:
+            columns: of each kind, a tensor whose first dimension is the same on all ranks.
+            combine: those of ranks that hold different parts, stacked on dim 0.
+            choose: one of those of ranks that may hold different things, stacked on dim 0.
+            room: how many numbers a rank sends at least. If lists of parameters that differ make columns of
+                different lengths, the ranks still find out: they compare before they send more than this.
 
         Raises:
             ValueError: ranks have passed different parameters.
@@ -367,23 +423,48 @@ class NormPlan:
                 for index, column in enumerate(self.columns)
                 if axis in column.split or axis in column.unknown
             ]
-            own = torch.stack([columns[index] for index in taking])
-            others = sum(axis in self.columns[index].unknown for index in taking)
-            passed = self._passed.along(axis.pg, others, is_on_host=own.device.type == "cpu")
-            rank, world = dist.get_rank(axis.pg), dist.get_world_size(axis.pg)
-            # Rounded up, so that a rank with one more kind sends the same length, with numbers at its end.
-            sent = own.new_zeros(world * round_up(own.numel() + 1, 4))
-            all_of_them, numbers = sent[: world * own.numel()].view(world, *own.shape), sent[-world:]
-            all_of_them[rank], numbers[rank] = own, passed.number
-            dist.all_reduce(sent, group=axis.pg)
-            passed.compare(numbers)
-            for position, index in enumerate(taking):
-                of_ranks = all_of_them[:, position]
-                is_split = axis in self.columns[index].split
-                columns[index] = norm_of(of_ranks, power if is_split else math.inf, dim=0)
-        if len(columns) < 2:
-            return columns[0] if columns else torch.zeros(1, device=self.device)
-        return norm_of(torch.stack(columns), power, dim=0)
+            own = torch.cat([columns[index] for index in taking])
+            others = [name for i in taking if axis in self.columns[i].unknown for name in self.labels[i]]
+            passed = self._passed.along(axis.pg, others, is_on_host=room > 0 or own.device.type == "cpu")
+            all_of_them = _from_all_ranks(own, passed, axis.pg, room)
+            lengths = [len(columns[index]) for index in taking]
+            for index, of_ranks in zip(taking, all_of_them.split(lengths, dim=1), strict=True):
+                columns[index] = (combine if axis in self.columns[index].split else choose)(of_ranks)
+        return columns
+
+
+def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, room: int) -> Tensor:
+    """``own`` of all ranks of ``pg``, stacked."""
+    rank, world = dist.get_rank(pg), dist.get_world_size(pg)
+    flat = own.flatten()
+    # Rounded up, so that a rank with one more kind sends the same length. The last one identifies parameters.
+    length = room or round_up(own.numel() + 1, 4) - 1
+    first, rest = flat[:length], flat[length:]
+    sent = own.new_zeros(world, length + 1)
+    sent[rank, : len(first)], sent[rank, -1] = first, passed.number
+    dist.all_reduce(sent, group=pg)
+    passed.compare(sent[:, -1])
+    found = sent[:, : len(first)]
+    if len(rest):
+        sent = own.new_zeros(world, len(rest))
+        sent[rank] = rest
+        dist.all_reduce(sent, group=pg)
+        found = torch.cat([found, sent], dim=1)
+    return found.reshape(world, *own.shape)
+
+
+def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreach: bool = True) -> Tensor:
+    """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
+    own = []
+    for column in plan.split(gradients.measured):
+        norms = norms_of_pieces(column, power, is_foreach)
+        pieces = [norm for of_one in norms for norm in of_one]
+        own.append(norm_of(stacked(pieces, plan.device), power).view(1))
+    largest = partial(norm_of, power=math.inf, dim=0)
+    of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)
+    if len(of_kinds) == 1:
+        return of_kinds[0][0]
+    return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
 
 
 def _order(place: GradientPlacement | None) -> tuple[Any, ...]:

@@ -54,9 +54,9 @@ class PassedParameters:
         _, equal = self._on.get(mesh, ([], {id(mesh): mesh}))
         return min((each.get_group(dim) for each in equal.values()), key=attrgetter("group_name"))
 
-    def along(self, pg: dist.ProcessGroup, others: int, is_on_host: bool) -> "PassedAlong":
-        """Those on all ranks of ``pg``, a dimension of their meshes, besides ``others`` kinds."""
-        names = ["plain parameters or some on other meshes"] * others
+    def along(self, pg: dist.ProcessGroup, others: Sequence[str], is_on_host: bool) -> "PassedAlong":
+        """Those on all ranks of ``pg``, a dimension of their meshes, besides ``others``."""
+        names = list(others)
         for own, equal in self._on.values():
             groups = chain.from_iterable(mesh.get_all_groups() for mesh in equal.values())
             if any(group.group_name == pg.group_name for group in groups):
@@ -92,9 +92,8 @@ class PassedAlong:
         if len({abs(number) for number in found if number}) > 1:  # 0 is that of a fake rank
             raise ValueError(
                 f"{self._caller}: ranks have passed different parameters: {self._difference(found)}. The "
-                "norm is one of all that any rank passes, but each rank scales only what it passes itself. "
-                "Pass the same on all ranks, as model.parameters() does; a parameter without .grad counts as "
-                "zeros."
+                "result is one for all ranks, so they have to pass the same, as with model.parameters(); a "
+                "parameter without .grad counts as zeros."
             )
         _agreed.setdefault(self._pg, set()).add(self._own)
 
