@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
+from shardwise.planning.picture import figure_of
 from shardwise.torch_compat import c10d
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds
@@ -44,12 +45,12 @@ def test_a_table_for_people() -> None:
     assert_expected_inline(
         str(found),
         """\
-6,565,377 parameters; MB on each rank
+Tower, 2x4 ranks, batch float32 (16, 512): 6,565,377 parameters; MB on each rank
 
 strategy    checkpointing  parameters  gradients  state  unsharded  activations  forward  backward  optimizer  peak in               sent                         fits
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------------
-ddp 8       no                  26.26      26.26  52.52       8.93         6.72    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
-ddp 8       yes                 26.26      26.26  52.52       8.93         6.56    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
+ddp 8       no                  26.26      26.26  52.52       8.93        10.79    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
+ddp 8       yes                 26.26      26.26  52.52       8.93        10.63    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
 zero2 8     no                   3.28       3.28   6.57      13.14         2.52    24.49     53.65      15.84  backward of blocks.1  shard 34.49                  yes
 zero2 8     yes                  3.28       3.28   6.57      13.14         2.36    24.36     53.57      15.84  backward of blocks.1  shard 34.49                  yes
 hybrid 2x4  no                   6.57       6.57  13.13       8.93         2.52    31.07     63.63      29.10  backward of blocks.1  shard 35.85, replicate 6.57  yes
@@ -141,6 +142,22 @@ def test_checkpointing_keeps_less_of_activations() -> None:
     assert with_it.activations is not None
     assert with_it.activations < 0.5 * without.activations
     assert with_it.sent == without.sent
+
+
+def test_the_picture_says_what_it_is_of_and_its_labels_stay_inside() -> None:
+    model = on_meta(depth=1)
+    found = estimate(model, world=4, strategy=["zero2", "zero3"], optimizer="sgd", memory="1GB")
+    figure = figure_of(found)
+    assert figure.get_suptitle() == found.model == "Tower, 4 ranks, no batch"
+    figure.canvas.draw()
+    for axes in figure.axes:
+        texts = {text.get_text().strip(): text for text in axes.texts}
+        assert list(texts) == ["forward", "backward", "optimizer", "memory of a rank: 1,000.00 MB"]
+        frame = axes.get_window_extent()
+        for text in texts.values():
+            assert frame.x0 <= text.get_window_extent().x0 < text.get_window_extent().x1 <= frame.x1
+        (line,) = [line for line in axes.lines if line.get_color() == "red"]
+        assert line.get_ydata()[0] == texts["memory of a rank: 1,000.00 MB"].get_position()[1]
 
 
 def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

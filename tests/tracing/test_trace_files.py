@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -222,10 +223,24 @@ def test_the_page_shows_each_span_where_it_lies() -> None:
     text = page([step()])
     assert "wait for all-gather c (forward): 6.000 ms from 20.000 ms" not in text, "phases are in its label"
     assert "reduce-scatter c (backward): 10.000 ms from 60.000 ms, 1.500 MB" in text
-    (block,) = re.findall(r'<svg x="([\d.]+)%" y="\d+" width="([\d.]+)%"[^>]*><title>forward b:', text)
+    (block,) = re.findall(r' x="([\d.]+)%" y="\d+" width="([\d.]+)%"[^>]*><title>forward b:', text)
     assert [float(value) for value in block] == [12.5, 12.5]
     assert text.index(">computation<") < text.index(">all-gather<", text.index(">computation<"))
     assert "MB held" in text
+
+
+def test_the_page_says_what_colours_mean_and_which_rank_a_wait_is_for() -> None:
+    late = replace(wait("all-gather", "c", 20, 26), late_rank=3, late_ns=4_000_000)
+    text = page([recording([*step().spans, late])])
+    assert "wait for all-gather c: 6.000 ms from 20.000 ms, 4.000 ms of it for rank 3" in text
+    time, memory = re.findall(r'<p class="legend">(.*?)</p>', text)
+    assert re.findall(r"</i>(.*?)</span>", time) == [
+        *("forward", "backward", "waits", "all-gather", "reduce-scatter", "all-reduce", "copies", "optimizer")
+    ]
+    assert "full gradients" in memory
+    shown = set(re.findall(r'<rect [^>]*fill="(#\w+)"', text))
+    assert shown <= set(re.findall(r"background:(#\w+)", time))
+    assert re.findall(r"<button[^>]*>(.*?)</button>", text) == ["Zoom in", "Zoom out", "Fit"]
 
 
 def test_names_are_escaped_on_the_page() -> None:
@@ -240,7 +255,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.processes
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 def test_a_browser_draws_the_page_and_its_script_runs(tmp_path: Path) -> None:
-    probe = "<script>document.querySelector('button').click();document.title='zoom '+zoom</script></body>"
+    probe = (
+        "<script>const said=[];for(const b of document.querySelectorAll('button')){b.click();said.push(zoom)}"
+    )
+    probe += "document.title='zoom '+said;document.querySelector('button').click()</script></body>"
     (tmp_path / "step.html").write_text(page([step(), step(rank=1)]).replace("</body>", probe))
     command = [
         str(BROWSER),
@@ -251,7 +269,7 @@ def test_a_browser_draws_the_page_and_its_script_runs(tmp_path: Path) -> None:
     ]
     command += ["--virtual-time-budget=1000", "--dump-dom", (tmp_path / "step.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "<title>zoom 2</title>" in done.stdout, done.stderr
+    assert "<title>zoom 2,1,1</title>" in done.stdout, done.stderr
     assert done.stdout.count("width: 200%") == 2
     assert done.stdout.count("<polygon") == page([step(), step(rank=1)]).count("<polygon") > 0
 
@@ -262,7 +280,9 @@ def test_a_browser_draws_the_page_and_its_script_runs(tmp_path: Path) -> None:
 def test_the_picture_has_a_bar_for_each_span(tmp_path: Path) -> None:
     write_png([step(), step(rank=1)], tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    rows, memory, *_ = draw([step(), step(rank=1)]).axes
+    figure = draw([step(), step(rank=1)])
+    rows, memory, *_ = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:3] == ["forward", "backward", "waits"]
     bars = [path for collection in rows.collections for path in collection.get_paths()]
     assert len(bars) == len(step().spans)
     assert [tick.get_text() for tick in rows.get_yticklabels()] == [
