@@ -82,7 +82,8 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """Record what the sharded modules of ``model`` do inside: computation, collectives, waits, memory.
 
     For the questions what a step takes its time with, and which transfers no computation covers. Trace a
-    later step than the first, which records the order of blocks.
+    later step than the first, which records the order of blocks. The environment variable
+    ``SHARDWISE_TRACE=step`` traces a step of a program that does not call this.
 
     On the host, transfers end when the back end is done, which a thread for each kind of collective waits
     for. On a device, times are those of events on its streams, and the host waits for the device at both ends
