@@ -26,7 +26,7 @@ ARROWS = {
     "compile": ["features"],
     "fsdp_module": ["compile"],
     "setup": ["fsdp_module"],
-    "fully_shard": ["setup"],
+    "fully_shard": ["setup", "tracing"],
     "strategies": ["fully_shard", "dry_run"],
     "dry_run": ["fsdp_module"],
     "planning": ["strategies"],

@@ -55,6 +55,7 @@ from shardwise.setup.validation import (
     storage_of,
 )
 from shardwise.torch_compat import nn_modules
+from shardwise.tracing.step_capture import StepCapture, step_to_trace
 
 
 class _Options(TypedDict, total=False):
@@ -177,7 +178,8 @@ def fully_shard(
     Raises:
         TypeError: an argument is of the wrong type, or a module's class cannot be extended.
         ValueError: a module cannot be sharded as asked: it has no forward, is already sharded, is sharded
-            after a module around it, or the mesh, a dtype or a placement does not fit.
+            after a module around it, or the mesh, a dtype or a placement does not fit; or ``SHARDWISE_TRACE``
+            names no step.
         RuntimeError: there is no process group, or a tied parameter belongs to a group that has run.
         NotImplementedError: a parameter is of a kind that is not supported.
 
@@ -199,6 +201,7 @@ def fully_shard(
     check_type("fully_shard", "shard_placement_fn", shard_placement_fn, wanted, Callable, type(None))
     meshes = Meshes(resolve_mesh(mesh, dp_mesh_dims))
     reshards = check_reshard(reshard_after_forward, meshes.default)
+    traced_step = step_to_trace()
     managed_modules = modules_to_manage(modules)
     found = Found(modules, managed_modules, names_below(modules), ignored)
     rule = PrecisionRule(mp_policy, modules, managed_modules)
@@ -238,12 +241,15 @@ def fully_shard(
     if mp_policy is not None and mp_policy.param_dtype:
         for module in rule.full_precision_modules:
             cast_around(module)
-    _attach_to_modules(group, modules, found.names)
+    root = _attach_to_modules(group, modules, found.names)
+    if traced_step is not None:
+        root.add(StepCapture(root, traced_step))
     return module
 
 
-def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Attach the group to its modules, register hooks, and join the trees of sharded modules inside."""
+def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: dict[nn.Module, str]) -> Root:
+    """Attach the group to its modules, register hooks, and join the trees of sharded modules inside; return
+    the root of all of them."""
     module_state = ModuleState(group, Root(group.device), traced)
     for module in modules:
         set_module_state(module, module_state)
@@ -255,6 +261,7 @@ def _attach_to_modules(group: ParameterGroup, modules: list[nn.Module], names: d
     install_step_hooks()  # from now on: state may be loaded, for which torch steps, before the first forward
     explain_calls(group)
     _build_tree(modules, module_state)
+    return module_state.root
 
 
 def _message_about_ignored(group: ParameterGroup, found: Found) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
+from shardwise.planning.picture import figure_of
 from shardwise.torch_compat import c10d
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds
@@ -44,7 +45,7 @@ def test_a_table_for_people() -> None:
     assert_expected_inline(
         str(found),
         """\
-6,565,377 parameters; MB on each rank
+Tower, 2x4 ranks, batch float32 (16, 512): 6,565,377 parameters; MB on each rank
 
 strategy    checkpointing  parameters  gradients  state  unsharded  activations  forward  backward  optimizer  peak in               sent                         fits
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------------
@@ -156,6 +157,22 @@ def test_checkpointing_keeps_less_of_activations() -> None:
     assert with_it.activations is not None
     assert with_it.activations < 0.5 * without.activations
     assert with_it.sent == without.sent
+
+
+def test_the_picture_says_what_it_is_of_and_its_labels_stay_inside() -> None:
+    model = on_meta(depth=1)
+    found = estimate(model, world=4, strategy=["zero2", "zero3"], optimizer="sgd", memory="1GB")
+    figure = figure_of(found)
+    assert figure.get_suptitle() == found.model == "Tower, 4 ranks, no batch"
+    figure.canvas.draw()
+    for axes in figure.axes:
+        texts = {text.get_text().strip(): text for text in axes.texts}
+        assert list(texts) == ["forward", "backward", "optimizer", "memory of a rank: 1,000.00 MB"]
+        frame = axes.get_window_extent()
+        for text in texts.values():
+            assert frame.x0 <= text.get_window_extent().x0 < text.get_window_extent().x1 <= frame.x1
+        (line,) = [line for line in axes.lines if line.get_color() == "red"]
+        assert line.get_ydata()[0] == texts["memory of a rank: 1,000.00 MB"].get_position()[1]
 
 
 def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

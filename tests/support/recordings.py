@@ -1,8 +1,11 @@
 """Recordings of traces that are written by hand: times in ms, one group a letter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
-from shardwise.tracing.records import MemorySample, Recording, Span, TracedGroup
+from shardwise.tracing.records import TRANSFERS, MemorySample, Recording, Span, TracedGroup
+from shardwise.tracing.stragglers import compare
 
 
 def span(row: str, name: str, start: float, end: float, phase: str = "forward", **more: object) -> Span:
@@ -26,3 +29,31 @@ def recording(spans: Sequence[Span], names: str = "abc", rank: int = 0, **more: 
     return Recording(
         rank=rank, device="cpu", end_ns=end, spans=tuple(spans), memory=samples, groups=groups, **told
     )  # type: ignore[arg-type]
+
+
+def compared(
+    recordings: Sequence[Recording], sharers: Callable[[int, str], Collection[int]] | None = None
+) -> list[Recording]:
+    """What ranks that have recorded these make of them.
+
+    ``sharers``: from a rank and the name of a group, the ranks that share its transfers; default: all.
+    """
+    world = len(recordings)
+    told: dict[int, object] = {}
+    barrier = Barrier(world, timeout=60)
+
+    def of_rank(rank: int) -> Recording:
+        def gather(own: object) -> dict[int, object]:
+            told[rank] = own
+            barrier.wait()
+            everyone = dict(sorted(told.items()))
+            barrier.wait()
+            return everyone
+
+        names = {span.name for span in recordings[rank].spans}
+        ranks = {name: sharers(rank, name) if sharers else range(world) for name in names}
+        found = {(row, name): ranks[name] for row in TRANSFERS for name in names}
+        return compare(recordings[rank], found, gather)
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(of_rank, range(world)))

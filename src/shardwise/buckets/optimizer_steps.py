@@ -52,7 +52,8 @@ class StepListener(Protocol):
         ...
 
 
-_listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
+# In the order in which they were added: some communicate, in the same order on all ranks.
+_listeners: "weakref.WeakKeyDictionary[StepListener, None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # ranks may be threads
 _handles: list[Any] = []  # of the hooks, once installed
 
@@ -68,7 +69,7 @@ def install_step_hooks() -> None:
 def add_step_listener(listener: StepListener) -> None:
     """Notify ``listener`` of every step while it lives, once the hooks are installed."""
     with _lock:
-        _listeners.add(listener)
+        _listeners[listener] = None
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes
+from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, shapes_of
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.optimizers import Several, optimizer_named
 from shardwise.dry_run.step import Call, DryRunPlan, dry_run
@@ -129,7 +129,9 @@ def estimate(
     options.progress.total = len(strategies) * len(choices)
     rows = tuple(options.run(name, sizes, choice) for name in strategies for choice in choices)
     numel = sum(param.numel() for param in model.parameters())
-    found = Estimate(numel, rows, limit)
+    ranks = f"{'x'.join(map(str, sizes))} rank{'s' * (sizes != (1,))}"
+    told = "no batch" if batch is None else f"batch {batch if isinstance(batch, str) else shapes_of(batch)}"
+    found = Estimate(f"{type(model).__name__}, {ranks}, {told}", numel, rows, limit)
     if limit is not None and not found.fitting():
         found = replace(found, changes=tuple(_changes(options, found, sizes, limit)))
     options.progress.end()

@@ -28,6 +28,11 @@ def formats() -> Collection[str]:
 
 def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
     """Write the picture of ``estimate`` to ``path``."""
+    figure_of(estimate).savefig(path, dpi=110)
+
+
+def figure_of(estimate: Estimate) -> Figure:
+    """The picture of ``estimate``."""
     columns = 1 if len(estimate.rows) == 1 else 2
     lines = -(-len(estimate.rows) // columns)
     figure = Figure(figsize=(8 * columns, 3.2 * lines + 0.8), layout="constrained")
@@ -39,8 +44,9 @@ def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
     for axes in grid[len(estimate.rows) :]:
         axes.remove()
     handles, labels = grid[0].get_legend_handles_labels()
+    figure.suptitle(estimate.model, fontsize=12)
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _draw_row(axes: Any, row: StrategyEstimate, size: int, unit: str, memory: int | None) -> None:
@@ -53,9 +59,15 @@ def _draw_row(axes: Any, row: StrategyEstimate, size: int, unit: str, memory: in
         begin, end = row.step.phase(phase)
         x = next((index_of[time] for time in range(begin, end + 1) if time in index_of), 0)
         axes.axvline(x, color="black", linewidth=0.6)
-        axes.text(x, 1.0, f" {phase}", transform=axes.get_xaxis_transform(), va="bottom", fontsize=8)
+        is_at_edge = x > 0.85 * len(times)
+        text, side = (f"{phase} ", "right") if is_at_edge else (f" {phase}", "left")
+        axes.text(x, 1.0, text, transform=axes.get_xaxis_transform(), va="bottom", ha=side, fontsize=8)
     if memory is not None:
         axes.axhline(memory / size, color="red", linestyle="--", linewidth=1)
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        text, right = f"memory of a rank: {memory / size:,.2f} {unit}", axes.get_yaxis_transform()
+        place = {"transform": right, "va": "bottom", "ha": "right", "bbox": ground}
+        axes.text(0.99, memory / size, text, color="red", fontsize=8, **place)
     title = row.strategy + (", checkpointing" if row.is_checkpointed else "")
     axes.set_title(f"{title}: {row.peak.num_bytes / size:,.2f} {unit}", loc="right", fontsize=10, pad=14)
     axes.set_xlim(0, max(1, len(times) - 1))

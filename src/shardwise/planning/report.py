@@ -138,12 +138,14 @@ class Estimate:
     """Estimates of a model; ``str()`` makes a table of them.
 
     Attributes:
+        model: its class, the number of ranks and the batch, in words.
         num_parameters: of the model.
         rows: one for each strategy, without and with activation checkpointing if there is a batch.
         memory: the given memory in bytes, or None.
         changes: if nothing fits, changes that lower the peak, the smallest peak first.
     """
 
+    model: str
     num_parameters: int
     rows: tuple[StrategyEstimate, ...]
     memory: int | None = None
@@ -157,6 +159,7 @@ class Estimate:
         """All figures, in bytes."""
         return json.dumps(
             {
+                "model": self.model,
                 "num_parameters": self.num_parameters,
                 "memory": self.memory,
                 "rows": [row.as_dict() for row in self.rows],
@@ -199,7 +202,7 @@ class Estimate:
             if self.memory is not None:
                 line += ["yes" if row.peak.num_bytes <= self.memory else "no"]
             cells.append(line)
-        top = f"{self.num_parameters:,} parameters; {unit} on each rank"
+        top = f"{self.model}: {self.num_parameters:,} parameters; {unit} on each rank"
         if any(row.is_offloaded for row in self.rows):
             top += "; parameters, gradients and state are in host memory"
         return "\n".join([top, "", *ruled([head, *cells], right=range(2, 10)), *self._verdict(shown, unit)])

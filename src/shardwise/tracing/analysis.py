@@ -7,7 +7,8 @@ transfer is not covered is what is waited for:
     all-gather    [      AG blocks.2  ]                 of which the wait is not covered
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.layout.text_tables import ruled
@@ -18,6 +19,7 @@ from shardwise.tracing.records import (
     COPIES,
     FORWARD,
     OPTIMIZER,
+    OUTSIDE,
     REDUCE_SCATTER,
     TRANSFERS,
     Recording,
@@ -26,7 +28,10 @@ from shardwise.tracing.records import (
 )
 
 _SHARE_WORTH_A_WORD = 0.01
-"""Waits that take less of the traced time get no advice."""
+"""Waits that take less of the traced time are not worth more prefetch."""
+_SHARE_OF_A_LIMIT = 0.05
+"""What takes less of it limits nothing."""
+_LAG_OF_AN_IDLE_DEVICE_NS = 100_000
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,11 @@ def summary(recording: Recording) -> str:
 def title(recording: Recording) -> str:
     """Which rank, how long, and what took the time."""
     parts = [f"rank {recording.rank} ({recording.device}): {ms(recording.end_ns)}"]
-    parts.append(f"computation {ms(_length(recording.of_row(COMPUTATION)))}")
-    parts.append(f"waits {ms(_length(recording.waits()))}")
+    parts.append(f"computation {ms(length(recording.of_row(COMPUTATION)))}")
+    parts.append(f"waits {ms(length(recording.waits()))}")
     for row in (*TRANSFERS, COPIES, OPTIMIZER):
         if spans := recording.of_row(row):
-            parts.append(f"{row} {ms(_length(spans))}")
+            parts.append(f"{row} {ms(length(spans))}")
     return ", ".join(parts)
 
 
@@ -168,18 +173,59 @@ def advice(recording: Recording) -> list[str]:
             "No module has computed: a model that is compiled as a whole runs as one graph, which a trace "
             "cannot see into."
         ]
+    found = [*_on_straggler(recording), *_on_host(recording)]
     waits = [s for s in recording.waits() if s.awaits == ALL_GATHER and s.phase == FORWARD]
     if waits and not recording.knew_order:
         return [
+            *found,
             "The first forward of a model records the order of its blocks and unshards nothing ahead: trace "
-            "a later step to see what usually waits."
+            "a later step to see what usually waits.",
         ]
-    return _advice_on_prefetch(recording)
+    late = _late_prefetch(recording)
+    return [*found, *_on_prefetch(recording, late), *_on_uncovered(recording, late)]
 
 
-def _advice_on_prefetch(recording: Recording) -> list[str]:
-    """Waits for all-gathers that one more group of prefetch would cover, those of a phase in a sentence."""
-    found: dict[tuple[str, int], list[tuple[TracedGroup, float]]] = {}
+def _on_straggler(recording: Recording) -> Iterator[str]:
+    """The rank that others wait for, and where it takes longer than they do."""
+    found = recording.straggler
+    if found is None or found.waited_ns < _SHARE_OF_A_LIMIT * recording.end_ns:
+        return
+    place = found.place if found.place == OUTSIDE else f"for {found.place}"
+    where = f"It takes {ms(found.ns)} {place}, where others take {ms(found.usual_ns)}"
+    if found.ns - found.usual_ns < found.waited_ns / 2:
+        where = f"It is slower in many places. {where}"
+        remedy = "compare its device, and what else runs on its host"
+    elif found.place == OUTSIDE:
+        remedy = "look at what it loads, logs or saves there"
+    else:
+        remedy = "look for larger samples there, or work that other ranks do not have"
+    yield (
+        f"Rank {found.rank} is the slowest: rank {found.waiter} waits {found.waited_ns / 1e6:,.1f} "
+        f"of {ms(recording.end_ns)} for it. {where}: {remedy}."
+    )
+
+
+def _on_host(recording: Recording) -> Iterator[str]:
+    """Whether the device computes no faster than the host queues its work."""
+    computed = [span for span in recording.of_row(COMPUTATION) if span.lag_ns is not None]
+    idle = [s for s in computed if s.lag_ns is not None and s.lag_ns < _LAG_OF_AN_IDLE_DEVICE_NS]
+    total, bound = length(computed), length(idle)
+    if bound <= total / 2 or bound < _SHARE_OF_A_LIMIT * recording.end_ns:
+        return
+    of_group: Counter[str] = Counter()
+    for span in idle:
+        of_group[span.name] += span.ns
+    (name, longest), *_ = of_group.most_common(1)
+    yield (
+        f"The host is the limit: for {bound / 1e6:,.1f} of {ms(total)} of computation, longest in {name} "
+        f"({ms(longest)}), the device had nothing queued. Compile the blocks, or give each rank more "
+        "samples; the trace itself takes time of the host."
+    )
+
+
+def _late_prefetch(recording: Recording) -> dict[tuple[TracedGroup, str], list[Span]]:
+    """By group and phase, the waits for all-gathers that one more group of prefetch would cover."""
+    found = {}
     for group in recording.groups:
         if group.prefetch is None:
             continue
@@ -188,12 +234,44 @@ def _advice_on_prefetch(recording: Recording) -> list[str]:
                 s
                 for s in recording.waits()
                 if (s.name, s.phase, s.awaits) == (group.name, phase, ALL_GATHER)
-                and s.ns > _SHARE_WORTH_A_WORD * recording.end_ns
+                and s.uncovered_ns > _SHARE_WORTH_A_WORD * recording.end_ns
             ]
             if waits and all(_is_coverable(recording, wait) for wait in waits):
-                mean = sum(wait.ns for wait in waits) / len(waits)
-                found.setdefault((phase, group.prefetch + 1), []).append((group, mean))
-    return [_sentence(phase, prefetch, some) for (phase, prefetch), some in found.items()]
+                found[group, phase] = waits
+    return found
+
+
+def _on_prefetch(
+    recording: Recording, late: Mapping[tuple[TracedGroup, str], Sequence[Span]]
+) -> Iterator[str]:
+    """A sentence for the groups of a phase."""
+    sharing: dict[tuple[str, int], list[tuple[TracedGroup, float]]] = {}
+    for (group, phase), waits in late.items():
+        mean = sum(wait.uncovered_ns for wait in waits) / len(waits)
+        sharing.setdefault((phase, (group.prefetch or 0) + 1), []).append((group, mean))
+    for (phase, prefetch), some in sharing.items():
+        yield _sentence(phase, prefetch, some, "" if recording.is_aligned else "where no rank is late, ")
+
+
+def _on_uncovered(
+    recording: Recording, late: Mapping[tuple[TracedGroup, str], Sequence[Span]]
+) -> Iterator[str]:
+    """Waits for transfers that all ranks had begun, and that more prefetch would not cover."""
+    known = [id(wait) for waits in late.values() for wait in waits]
+    waits = [s for s in recording.waits() if s.awaits in TRANSFERS and id(s) not in known]
+    by_transfer: Counter[tuple[str, str, str]] = Counter()
+    for wait in waits:
+        by_transfer[wait.name, wait.awaits or "", wait.phase] += wait.uncovered_ns
+    total = by_transfer.total()
+    if not recording.is_aligned or total < _SHARE_OF_A_LIMIT * recording.end_ns:
+        return
+    ((name, row, phase), longest), *_ = by_transfer.most_common(1)
+    when = f" in {phase}" if phase else ""
+    yield (
+        f"No computation covers {ms(total)} of communication, {total / recording.end_ns:.0%} of the time; "
+        f"most is the {row} of {name}{when}, {ms(longest)}. Give each rank more samples, send fewer bytes "
+        "(an mp_policy in bfloat16), or shard smaller modules, so that one computes while another travels."
+    )
 
 
 def _is_coverable(recording: Recording, wait: Span) -> bool:
@@ -217,25 +295,25 @@ def _is_coverable(recording: Recording, wait: Span) -> bool:
     if any(s.row == OPTIMIZER for s in between) or any(_other(phase, own.phase) for phase in computed):
         return False  # the one before is of another pass
     others = [s for s in recording.spans if s.row in TRANSFERS and s is not own]
-    return end - begin - _length(others, begin, end) >= wait.ns
+    return end - begin - length(others, begin, end) >= wait.uncovered_ns
 
 
 def _other(one: str, two: str) -> bool:
     return (one == FORWARD) != (two == FORWARD)
 
 
-def _sentence(phase: str, prefetch: int, some: Sequence[tuple[TracedGroup, float]]) -> str:
+def _sentence(phase: str, prefetch: int, some: Sequence[tuple[TracedGroup, float]], unless: str) -> str:
     names = [group.name for group, _ in some]
     longest = ms(max(ns for _, ns in some))
     more = f"({max(group.unsharded_bytes for group, _ in some) / 1e6:,.1f} MB more in memory)"
-    would = f"where no rank is late, prefetch={prefetch} would cover it {more}."
+    would = f"{unless}prefetch={prefetch} would cover it {more}."
     if len(some) == 1:
         return f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
     who = " and ".join(names) if len(some) == 2 else f"{', '.join(names[:2])} and {len(some) - 2} more"
     return f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
-def _length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:
+def length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:
     """How much of the time from ``begin`` to ``end`` the spans cover together."""
     total, reached = 0, begin
     for span in sorted(spans, key=lambda span: span.start_ns):

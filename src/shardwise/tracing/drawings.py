@@ -30,7 +30,7 @@ from shardwise.tracing.records import (
 _COLORS = {
     "forward": "#8fb8ca",
     "backward": "#5b7f95",
-    "computation waits": "#d1495b",
+    "waits": "#d1495b",
     ALL_GATHER: "#e9a23b",
     REDUCE_SCATTER: "#5f9e6e",
     ALL_REDUCE: "#8e6fb0",
@@ -49,10 +49,16 @@ _COLORS_OF_MEMORY = {
 def _color_of(span: Span) -> str:
     """Waits and backward stand out from the rest of their row."""
     if span.awaits is not None:
-        return _COLORS["computation waits"]
+        return _COLORS["waits"]
     if span.row == COMPUTATION:
         return _COLORS["forward" if span.phase == FORWARD else "backward"]
     return _COLORS[span.row]
+
+
+def _ink_on(color: str) -> str:
+    """Black or white, whichever is easier to read there."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#111" if 0.3 * red + 0.59 * green + 0.11 * blue > 115 else "#fff"
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -60,19 +66,24 @@ def _color_of(span: Span) -> str:
 _LANE, _GAP, _MEMORY, _AXIS = 22, 6, 90, 20  # heights in pixels
 
 _STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:24px;color:#22262a;background:#fff}
+:root{color-scheme:light dark;--text:#22262a;--back:#fff;--faint:#666;--line:#dcdcdc;--said:#faf1f2}
+@media(prefers-color-scheme:dark){:root{--text:#e2e4e6;--back:#1b1d20;--faint:#a0a4a8;--line:#3c4045;
+--said:#35252a}}
+body{font:14px/1.45 system-ui,sans-serif;margin:24px;color:var(--text);background:var(--back)}
 h1{font-size:20px;margin:0 0 4px}h2{font-size:16px;margin:28px 0 6px}p{margin:4px 0}
-.advice{border-left:4px solid #d1495b;padding:4px 12px;margin:10px 0;background:#faf1f2}
-.chart{display:flex;border:1px solid #dcdcdc;border-radius:4px}
-.rows{flex:none;width:118px;position:relative;border-right:1px solid #dcdcdc;font-size:12px;color:#555}
-.rows div{position:absolute;right:8px;white-space:nowrap}
+.advice{border-left:4px solid #d1495b;padding:4px 12px;margin:10px 0;background:var(--said)}
+.chart{display:flex;border:1px solid var(--line);border-radius:4px}
+.rows{flex:none;width:118px;position:relative;border-right:1px solid var(--line);font-size:12px}
+.rows div{position:absolute;right:8px;white-space:nowrap;color:var(--faint)}
 .time{overflow-x:auto;flex:1}.time>svg{display:block;min-width:100%}
 svg text{font:11px system-ui,sans-serif;pointer-events:none}
+.tick line{stroke:var(--line)}.tick text{fill:var(--faint)}.block rect{stroke:var(--back);stroke-width:.6}
 .legend span{display:inline-block;margin-right:14px;font-size:12px}
 .legend i{display:inline-block;width:11px;height:11px;margin-right:5px;border-radius:2px}
-table{border-collapse:collapse;font-size:13px;margin-top:8px}td,th{padding:2px 12px 2px 0;text-align:right}
-td:first-child,th:first-child{text-align:left}th{border-bottom:1px solid #999;font-weight:600}
-tr:last-child td{border-top:1px solid #999}button{font:inherit;padding:0 10px}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;margin-top:8px}
+td,th{padding:2px 12px 2px 0;text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}th{border-bottom:1px solid var(--faint);font-weight:600}
+tr:last-child td{border-top:1px solid var(--faint)}button{font:inherit;padding:0 10px}
 """
 _SCRIPT = """
 let zoom=1;const all=[...document.querySelectorAll('.time')];
@@ -99,8 +110,8 @@ def page(recordings: Sequence[Recording]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>shardwise trace</title>'
         f"<style>{_STYLE}</style></head><body><h1>Trace of {ms(length)}</h1>{_legend()}"
-        '<p><button value="2">closer</button> <button value="0.5">wider</button> '
-        '<button value="0">all</button> '
+        '<p><button value="2">Zoom in</button> <button value="0.5">Zoom out</button> '
+        '<button value="0">Fit</button> '
         "or turn the wheel with Shift or Ctrl; point at a block to read what it is.</p>"
         f"{ranks}<script>{_SCRIPT}</script></body></html>\n"
     )
@@ -147,12 +158,13 @@ def _chart(recording: Recording, length: int) -> str:
 def _block(span: Span, top: int, length: int) -> str:
     sent = f", {span.num_bytes / 1e6:,.3f} MB" if span.num_bytes else ""
     phase = f" ({span.phase})" if span.phase and span.row != COMPUTATION else ""
-    told = f"{span.label}{phase}: {span.ns / 1e6:,.3f} ms from {span.start_ns / 1e6:,.3f} ms{sent}"
-    x, width = _percent(span.start_ns, length), _percent(span.ns, length)
+    late = f", {span.late_ns / 1e6:,.3f} ms of it for rank {span.late_rank}" if span.late_ns else ""
+    told = f"{span.label}{phase}: {span.ns / 1e6:,.3f} ms from {span.start_ns / 1e6:,.3f} ms{sent}{late}"
+    x, width, color = _percent(span.start_ns, length), _percent(span.ns, length), _color_of(span)
     return (
-        f'<svg x="{x}" y="{top}" width="{width}" height="{_LANE - 2}"><title>{escape(told)}</title>'
-        f'<rect width="100%" height="100%" fill="{_color_of(span)}" stroke="#fff" stroke-width="0.6"/>'
-        f'<text x="3" y="14">{escape(span.name)}</text></svg>'
+        f'<svg class="block" x="{x}" y="{top}" width="{width}" height="{_LANE - 2}">'
+        f'<title>{escape(told)}</title><rect width="100%" height="100%" fill="{color}"/>'
+        f'<text x="3" y="14" fill="{_ink_on(color)}">{escape(span.name)}</text></svg>'
     )
 
 
@@ -164,8 +176,8 @@ def _ticks(length: int) -> Iterator[str]:
     step = _round_step(length / 8)
     for number in range(int(length / step) + 1):
         x = _percent(number * step, length)
-        yield f'<line x1="{x}" x2="{x}" y1="0" y2="100%" stroke="#ececec"/>'
-        yield f'<text x="{x}" dx="3" y="13" fill="#777">{number * step / 1e6:,g} ms</text>'
+        yield f'<g class="tick"><line x1="{x}" x2="{x}" y1="0" y2="100%"/>'
+        yield f'<text x="{x}" dx="3" y="13">{number * step / 1e6:,g} ms</text></g>'
 
 
 def _round_step(ns: float) -> float:
@@ -207,7 +219,7 @@ def _table(recording: Recording) -> str:
     rows = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells(recording)
     )
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -230,6 +242,7 @@ def draw(recordings: Sequence[Recording]) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
             "trace: a .png is drawn by matplotlib, which is not installed. Install shardwise[pictures], or "
@@ -242,6 +255,8 @@ def draw(recordings: Sequence[Recording]) -> Any:
     for recording, rows, memory in zip(recordings, axes[::2], axes[1::2], strict=True):
         _draw_rows(rows, recording)
         _draw_memory(memory, recording)
+    shown = [Patch(color=color, label=text) for text, color in _COLORS.items()]
+    figure.legend(handles=shown, loc="outside upper center", ncols=len(shown), fontsize=8, frameon=False)
     axes[-1].set_xlabel("ms")
     axes[-1].set_xlim(0, max(recording.end_ns for recording in recordings) / 1e6)
     return figure
@@ -260,7 +275,10 @@ def _draw_rows(axes: Any, recording: Recording) -> None:
         for span in lane:
             if span.ns > recording.end_ns / 25:
                 middle = (span.start_ns + span.ns / 2) / 1e6
-                axes.text(middle, place, span.name, ha="center", va="center", fontsize=7, clip_on=True)
+                ink = _ink_on(_color_of(span))
+                axes.text(
+                    middle, place, span.name, ha="center", va="center", color=ink, fontsize=7, clip_on=True
+                )
     axes.set_yticks(range(len(named)), [row for row, _ in named], fontsize=8)
     axes.set_ylim(len(named) - 0.4, -0.6)
     axes.set_title(title(recording), fontsize=9, loc="left")

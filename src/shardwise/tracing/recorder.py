@@ -3,34 +3,39 @@
 events of the groups   which module computes          hear_events, and the point ``call_ended``
 passes                 where they begin and end       points of ``Feature``
 streams of the groups  what they communicate          streams.py
-hooks of optimizers    their steps                    torch.optim
+steps of optimizers    when they begin and end        torch.optim, and buckets/optimizer_steps.py
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.buckets.bucket import bucket_and_index
+from shardwise.buckets.bucket import Bucket, bucket_and_index
+from shardwise.buckets.optimizer_steps import add_step_listener
 from shardwise.engine.calls import Call, Outcome
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.root import Feature, Root
 from shardwise.groups.group import ParameterGroup
+from shardwise.layout.mesh import ranks_along
 from shardwise.observe.collectives import CollectiveCounts, count_event, hear_events
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.tracing.records import (
+    ALL_GATHER,
+    ALL_REDUCE,
     BACKWARD,
     FORWARD,
     OPTIMIZER,
     RECOMPUTATION,
+    REDUCE_SCATTER,
     Recording,
     TracedGroup,
 )
 from shardwise.tracing.streams import TracedStreams, Watchers
-from shardwise.tracing.timeline import Clock, Timeline
+from shardwise.tracing.timeline import Clock, Marked, Timeline
 
 
 class Recorder:
@@ -53,7 +58,7 @@ class Recorder:
         self._knew_order = all(root.prefetch.forward_order.planned for root in roots)
         self._features = [TracedRoot(root, self) for root in roots]
         self._buckets = {id(bucket) for group in self.names for bucket in group.buckets}
-        self._steps: dict[int, Any] = {}  # when the running steps of optimizers began
+        self._steps: list[Marked] = []  # running ones of optimizers
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -65,7 +70,7 @@ class Recorder:
                 undo.callback(feature.detach)
                 feature.trace_communication()
             undo.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
-            undo.callback(register_optimizer_step_post_hook(self._step_ended).remove)
+            add_step_listener(self)
             undo.enter_context(hear_events(self._module_states, self._hear))
             try:
                 yield
@@ -88,6 +93,17 @@ class Recorder:
             memory=tuple(timeline.memory.samples()),
             groups=tuple(map(self._traced, self.names)),
         )
+
+    def sharers(self) -> dict[tuple[str, str], set[int]]:
+        """The ranks that take part in transfers, by their row and the name of the group."""
+        found: dict[tuple[str, str], set[int]] = {}
+        for group, name in self.names.items():
+            for mesh in (bucket.mesh for bucket in group.buckets):
+                axes = dict.fromkeys((ALL_GATHER, REDUCE_SCATTER), mesh.shard_axis)
+                for row, axis in (axes | {ALL_REDUCE: mesh.replicate_axis}).items():
+                    if axis.pg is not None:
+                        found.setdefault((row, name), set()).update(ranks_along(axis))
+        return found
 
     def _traced(self, group: ParameterGroup) -> TracedGroup:
         settings, counts = group.settings, self._counts[group]
@@ -120,12 +136,12 @@ class Recorder:
         params = (param for group in optimizer.param_groups for param in group["params"])
         found = next(filter(None, map(bucket_and_index, params)), None)
         if found is not None and id(found[0]) in self._buckets:
-            self._steps[id(optimizer)] = self.timeline.clock.mark()
+            self._steps.append(self.timeline.begin(OPTIMIZER, type(optimizer).__name__))
 
-    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._steps:
-            began, ended = self._steps.pop(id(optimizer)), self.timeline.clock.mark()
-            self.timeline.add(OPTIMIZER, type(optimizer).__name__, began, ended)
+    def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
+        """A step has ended."""
+        if self._steps and self.timeline.is_recording and not self._buckets.isdisjoint(map(id, buckets)):
+            self._steps.pop().end = self.timeline.clock.mark()
 
 
 class TracedRoot(Feature):

@@ -14,6 +14,7 @@ ROWS = (COMPUTATION, *TRANSFERS, COPIES, OPTIMIZER)
 """The rows of a trace, from top to bottom."""
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+OUTSIDE = "outside of the sharded modules"
 
 KINDS = {
     "shards": "shards",
@@ -38,6 +39,11 @@ class Span:
         num_bytes: what a transfer sends to each other rank or by way of it, together: of an all-gather or a
             reduce-scatter (W - 1) / W of the unsharded bytes, of an all-reduce 2 (W - 1) / W of its tensors.
         awaits: of a wait in the row ``computation``, the row that it waits for; else None.
+        late_rank: of a wait, the rank that was the last to begin the transfer, if that was after the wait
+            began; else None.
+        late_ns: how long the wait lasted until then.
+        lag_ns: of a computation on a device, how far the device was behind the host at either end, at most:
+            near 0 it had nothing left to do, and waited for the host; else None.
     """
 
     row: str
@@ -47,11 +53,19 @@ class Span:
     end_ns: int
     num_bytes: int = 0
     awaits: str | None = None
+    late_rank: int | None = None
+    late_ns: int = 0
+    lag_ns: int | None = None
 
     @property
     def ns(self) -> int:
         """How long it took."""
         return self.end_ns - self.start_ns
+
+    @property
+    def uncovered_ns(self) -> int:
+        """Of a wait: how long it lasted after all ranks had begun the transfer."""
+        return self.ns - self.late_ns
 
     @property
     def label(self) -> str:
@@ -99,6 +113,28 @@ class TracedGroup:
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """The rank that others wait for.
+
+    Attributes:
+        rank: its global rank.
+        waiter: the rank that waits for it longest.
+        waited_ns: how long that rank waited.
+        place: where it takes longer than other ranks by most: ``<group> in <phase>``, the name of an
+            optimizer, or ``OUTSIDE``.
+        ns: how long it takes there.
+        usual_ns: how long other ranks take there; the median.
+    """
+
+    rank: int
+    waiter: int
+    waited_ns: int
+    place: str
+    ns: int
+    usual_ns: int
+
+
+@dataclass(frozen=True)
 class Recording:
     """What one rank has recorded.
 
@@ -109,6 +145,7 @@ class Recording:
         is_aligned: the ranks of the model began together: zero is the same moment on all of them.
         knew_order: whether an earlier forward had recorded which group comes next.
         end_ns: when the trace ended.
+        straggler: the rank that others waited for, if ranks began together and one stands out.
     """
 
     rank: int
@@ -120,6 +157,7 @@ class Recording:
     spans: Sequence[Span]
     memory: Sequence[MemorySample]
     groups: Sequence[TracedGroup]
+    straggler: Straggler | None = None
 
     def of_row(self, row: str) -> list[Span]:
         """The spans of ``row`` in order of time, without waits."""
@@ -150,6 +188,7 @@ class Recording:
             "spans": tuple(Span(**each) for each in found["spans"]),
             "memory": tuple(MemorySample(**each) for each in found["memory"]),
             "groups": tuple(TracedGroup(**each) for each in found["groups"]),
+            "straggler": Straggler(**found["straggler"]) if found.get("straggler") else None,
         }
         return Recording(**(found | parts))
 

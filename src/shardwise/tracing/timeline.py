@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,13 @@ from shardwise.tracing.records import BACKWARD, COMPUTATION, COPIES, MemorySampl
 
 _SHORTEST_COPY_NS = 20_000
 """Copies in the computing thread of the host that take less are part of the computation."""
+
+
+class DeviceMark(NamedTuple):
+    """An event on a stream, and when the host queued it."""
+
+    event: Any
+    queued_ns: int
 
 
 class Clock:
@@ -34,18 +41,23 @@ class Clock:
         self._device = device
         self._zero = self.mark()
         if not self.is_of_host:
-            self._zero.synchronize()
+            self._zero.event.synchronize()
 
     def mark(self) -> Any:
         """Now. On a device: when its current stream comes to what is queued next."""
-        return time.perf_counter_ns() if self.is_of_host else timed_event(self._device)
+        now = time.perf_counter_ns()
+        return now if self.is_of_host else DeviceMark(timed_event(self._device), now)
 
     def ns_of(self, mark: Any) -> int:
         """When ``mark`` was passed; the host waits until it is."""
         if self.is_of_host:
             return int(mark - self._zero)
-        mark.synchronize()
-        return round(self._zero.elapsed_time(mark) * 1e6)
+        mark.event.synchronize()
+        return round(self._zero.event.elapsed_time(mark.event) * 1e6)
+
+    def lag_ns(self, mark: Any) -> int:
+        """How long after the host had queued ``mark`` the device came to it."""
+        return self.ns_of(mark) - (mark.queued_ns - self._zero.queued_ns)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +80,11 @@ class Marked:
         """With times; what is still under way ends at the mark ``ended``."""
         start = clock.ns_of(self.begin)
         end = max(self.ends, default=ended) if self.end is None else self.end
+        lag = None
+        if self.row == COMPUTATION and not clock.is_of_host:
+            lag = max(clock.lag_ns(self.begin), clock.lag_ns(end))
         end = max(start, clock.ns_of(end))
-        return Span(self.row, self.name, self.phase, start, end, self.num_bytes, self.awaits)
+        return Span(self.row, self.name, self.phase, start, end, self.num_bytes, self.awaits, lag_ns=lag)
 
 
 class HeldMemory:
@@ -142,6 +157,11 @@ class Timeline:
     def add(self, row: str, name: str, begin: Any, end: Any, awaits: str | None = None) -> None:
         """Add a span of the running phase."""
         self.marked.append(Marked(row, name, self.phase, begin, end, awaits=awaits))
+
+    def begin(self, row: str, name: str) -> Marked:
+        """Begin a span of the running phase, which lasts until its ``end`` is set."""
+        self.marked.append(Marked(row, name, self.phase, self.clock.mark()))
+        return self.marked[-1]
 
     # --- the computation --------------------------------------------------------------------------
 

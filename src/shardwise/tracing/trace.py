@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.layout.mesh import Axis, all_reduce_max
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.ranks.model_ranks import axes_of_model, device_of_model
+from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all
+from shardwise.ranks.replicas import are_fake
 from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
 from shardwise.tracing.files import writer_for
 from shardwise.tracing.recorder import Recorder, TracedRoot
 from shardwise.tracing.records import Recording
+from shardwise.tracing.stragglers import compare
 from shardwise.tracing.timeline import Clock
 
 
@@ -47,7 +50,11 @@ class Trace:
 
     @property
     def advice(self) -> list[str]:
-        """Sentences on what would shorten the step, where there is no doubt."""
+        """Sentences on what would shorten the step, where there is no doubt.
+
+        Which rank others wait for, and where it takes longer; whether the host is the limit of a device;
+        prefetch that came too late; communication that nothing covers.
+        """
         return advice(self.recording)
 
     def save(self, path: str | Path) -> None:
@@ -75,7 +82,8 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """Record what the sharded modules of ``model`` do inside: computation, collectives, waits, memory.
 
     A trace shows where a step spends its time, and which transfers no computation covers. Do not trace the
-    first step, which records the order of blocks.
+    first step, which records the order of blocks. The environment variable ``SHARDWISE_TRACE=step`` traces a
+    step of a program that does not call this.
 
     On the host, transfers end when the back end is done; one thread for each kind of collective waits for
     that. On a device, times are those of events on its streams, and the host waits for the device at both
@@ -88,8 +96,10 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
 
     Args:
         model: a sharded module, or one with sharded modules inside; those are recorded.
-        on_all_ranks: all ranks of the model enter together, so that ``merge_traces`` can put their files on
-            one time axis. False: only this rank records, and the others need not enter.
+        on_all_ranks: all ranks of the model enter and leave together. Their files then share one time axis.
+            At the end the ranks tell each other when they began their transfers, some KB each, so that
+            ``advice`` can name the rank that others wait for. False: only this rank records, and the others
+            need not enter.
 
     Yields:
         The trace. Print and save it after the block.
@@ -110,14 +120,23 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     """
     axes: Sequence[Axis] = axes_of_model(model) if on_all_ranks and isinstance(model, nn.Module) else ()
     device = device_of_model(model) if axes else torch.device("cpu")
-    with monitor_of_job().call("trace", lambda: axes):
+    monitor = monitor_of_job()
+    with monitor.call("trace", lambda: axes):
         module_states = run_on_all_ranks(axes, device, lambda: _module_states_to_trace(model))
         clock = _clock(module_states, axes, device)
     recorder = Recorder(module_states, clock, is_aligned=on_all_ranks)
     found = Trace()
-    with recorder.attached():
-        yield found
+    try:
+        with recorder.attached():
+            yield found
+    except Exception as error:
+        monitor.report(error, "the block of trace")  # at its end, other ranks wait for this one
+        raise
     found._recording = recorder.recording()
+    if axes and not are_fake(axes, device):
+        with monitor.call("trace", lambda: axes):
+            gather = partial(gather_from_all, axes)
+            found._recording = compare(found.recording, recorder.sharers(), gather)
     for module_state, work in zip(module_states, found.groups, strict=True):
         module_state.group.traced = work  # for ``explain``
 

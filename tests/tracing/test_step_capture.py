@@ -1,0 +1,128 @@
+"""``SHARDWISE_TRACE``: one step of a program that does not ask for it."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from harness import World
+from models import SquareBlock, built, random_batch, shard_tower
+from reference import mean_of_squares
+from torch import Tensor, nn
+
+from shardwise import fully_shard, no_sync
+from shardwise.engine.module_state import module_state_of
+from shardwise.tracing.files import read_json
+from shardwise.tracing.step_capture import step_to_trace
+
+WIDTH = 16
+GROUPS = {"Model", "blocks.0", "blocks.1"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in range(2))
+        self.outlet = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+@pytest.mark.parametrize(("text", "step"), [("", None), ("step", 5), ("2", 2), (" 31 ", 31)])
+def test_the_variable_names_a_step(text: str, step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_TRACE", text)
+    assert step_to_trace() == step
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3", "2.5", "yes", "steps"])
+def test_what_names_no_step_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_TRACE", text)
+    with pytest.raises(ValueError, match=f"SHARDWISE_TRACE is '{text}'; set it to the number of the step"):
+        step_to_trace()
+
+
+def train(folder: Path, variable: str, num_steps: int = 4) -> tuple[list[int], str, list[str]]:
+    """How many features the root has before each step and at the end, what was printed, which files there are.
+
+    Each step has two microbatches and two optimizers.
+    """
+    os.environ["SHARDWISE_TRACE"] = variable
+    printed = io.StringIO()
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+            model = built(Model, seed=0)
+            shard_tower(model)
+            optimizers = [
+                torch.optim.AdamW(model.outlet.parameters()),
+                torch.optim.SGD(model.blocks.parameters(), lr=0.1),
+            ]
+            root, counts = module_state_of(model).root, []
+            for _ in range(num_steps):
+                counts.append(len(root.features))
+                with no_sync(model):
+                    mean_of_squares(model, random_batch(0, 4, WIDTH)).backward()
+                mean_of_squares(model, random_batch(1, 4, WIDTH)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+            counts.append(len(root.features))
+            torch.distributed.barrier()
+            return counts, printed.getvalue(), sorted(map(str, Path().rglob("*.*")))
+    finally:
+        del os.environ["SHARDWISE_TRACE"]
+
+
+def test_one_step_is_traced_on_all_ranks_and_then_nothing_is_left(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(train, tmp_path, "3")
+    # The capture itself; from the end of step 2 to that of step 3 the trace as well.
+    assert first[0] == second[0] == [1, 1, 2, 0, 0]
+    files = [f"shardwise-trace/Model-step3-rank{end}" for end in ("0.html", "0.json", "1.json")]
+    assert first[2] == second[2] == files
+    assert first[1].count("SHARDWISE_TRACE: see shardwise-trace/Model-step3-rank0.html") == 1
+    assert "group " in first[1], "the table"
+    assert second[1] == ""
+    for rank in (0, 1):
+        (found,) = read_json(tmp_path / files[rank + 1])
+        assert found.rank == rank
+        assert {group.name for group in found.groups} == GROUPS
+        # One step, which begins when the first optimizer has stepped, and ends when it steps again.
+        assert [span.name for span in found.of_row("optimizer")] == ["SGD", "AdamW"]
+        forwards = [
+            span for span in found.of_row("all-gather") if (span.name, span.phase) == ("Model", "forward")
+        ]
+        assert len(forwards) == 2, "of microbatches"
+        assert found.knew_order
+        assert found.is_aligned
+
+
+def test_without_the_variable_nothing_is_attached(world1: World, tmp_path: Path) -> None:
+    ((counts, printed, files),) = world1.run(train, tmp_path, "")
+    assert (counts, printed, files) == ([0, 0, 0, 0, 0], "", [])
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(world1: World, tmp_path: Path) -> None:
+    (tmp_path / "shardwise-trace").write_text("a file")
+    ((counts, printed, files),) = world1.run(train, tmp_path, "2")
+    assert (counts, printed, files) == ([1, 2, 0, 0, 0], "", [])
+
+
+def refused() -> tuple[str, bool]:
+    os.environ["SHARDWISE_TRACE"] = "first"
+    model = nn.Linear(4, 4)
+    try:
+        with pytest.raises(ValueError, match="SHARDWISE_TRACE is 'first'") as caught:
+            fully_shard(model)
+    finally:
+        del os.environ["SHARDWISE_TRACE"]
+    return str(caught.value), type(model) is nn.Linear
+
+
+def test_fully_shard_refuses_it_before_it_changes_the_model(world1: World) -> None:
+    ((message, is_untouched),) = world1.run(refused)
+    assert "or to 'step' for step 5" in message
+    assert is_untouched
