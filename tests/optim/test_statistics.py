@@ -568,7 +568,7 @@ def penalised(layout: Layout | None, build: Any, is_sum: bool) -> dict[str, Any]
         (SQUARE, uneven_tower, False),
         (TWO_D, Run(plan="mlps", sizes=UNEVEN), False),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_a_penalty_on_sharded_parameters_counts_once(
     layout: Layout, build: Any, is_sum: bool, request: pytest.FixtureRequest

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from shardwise.dry_run.arguments import memory_in_bytes
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
 from shardwise.planning.picture import figure_of
@@ -141,13 +142,18 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "gigabytes"), [("h100", 80), ("A100-40GB", 40), ("RTX 4090", 24)])
+def test_memory_may_be_that_of_a_device(name: str, gigabytes: int) -> None:
+    assert memory_in_bytes("estimate", name) == gigabytes * 10**9
+
+
 def test_a_model_without_blocks_has_no_row_with_checkpointing() -> None:
     assert [
         row.is_checkpointed
-        for row in estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:f32").rows
+        for row in estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:fp32").rows
     ] == [False]
     with pytest.raises(ValueError, match="activation_checkpointing=True chooses no module inside the Linear"):
-        estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:f32", activation_checkpointing=True)
+        estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:fp32", activation_checkpointing=True)
 
 
 def test_checkpointing_keeps_less_of_activations() -> None:

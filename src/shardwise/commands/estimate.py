@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpointing", choices=("yes", "no", "both"), help="activation checkpointing of each block"
     )
-    parser.add_argument("--memory", help="what a rank has, such as 80GB")
+    parser.add_argument("--memory", help="what a rank has, such as 80GB or h100")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--picture", type=Path, help="draw memory over a step, to .png, .pdf or .svg")

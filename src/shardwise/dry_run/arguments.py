@@ -14,6 +14,11 @@ from shardwise.torch_compat import pytree
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+# Nominal: what a device has, in GB. Spelled without hyphens.
+_DEVICES = {
+    **{"a10040gb": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "mi325x": 256},
+    **{"v100": 32, "t4": 16, "l4": 24, "a10g": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
+}
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -35,17 +40,20 @@ def check_model(caller: str, model: Any) -> None:
 
 
 def memory_in_bytes(caller: str, memory: Any) -> int:
-    """An amount of memory: a number of bytes, or a text such as "80GB" (80 * 10^9) or "80GiB" (80 * 2^30).
+    """An amount of memory: a number of bytes, a text such as "80GB" (80 * 10^9) or "80GiB" (80 * 2^30), or
+    the name of a device, such as "h100".
 
     ``caller``: the public function that was called, for messages.
     """
-    check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB"', int, str)
+    check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
+    if isinstance(memory, str) and (gigabytes := _DEVICES.get(re.sub(r"[\s_-]", "", memory.lower()))):
+        return gigabytes * 10**9
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
     if num_bytes == 0:
         raise ValueError(
             f"{caller}: memory '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
-            "is 80 * 10^9 bytes, 80GiB is 80 * 2^30."
+            f"is 80 * 10^9 bytes, 80GiB is 80 * 2^30. Known by name are {', '.join(_DEVICES)}."
         )
     return num_bytes
 

@@ -72,8 +72,8 @@ def estimate(
             ``muon`` (matrices; AdamW for the rest), or a function of a list of parameters that returns one.
             It gets this rank's shards as plain tensors.
         wrap: which modules become groups; see :func:`shard_model`.
-        memory: what a rank has, in bytes or as ``"80GB"``. The estimate then shows what fits and, if nothing
-            does, what you could change.
+        memory: what a rank has, in bytes, as ``"80GB"`` or as ``"h100"``. The estimate then shows what fits
+            and, if nothing does, what you could change.
         device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
             buffers of their own.
         progress: called before each dry run, and at the end, with the number of finished runs, the number of

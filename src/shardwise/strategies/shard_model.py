@@ -119,7 +119,7 @@ def shard_model(
     Args:
         model: not sharded itself. Modules inside it that are already sharded stay as they are.
         strategy: one of the above, or ``"auto"``.
-        memory: required by ``"auto"``: the memory of a rank, in bytes or as ``"80GB"``.
+        memory: required by ``"auto"``: the memory of a rank, in bytes, as ``"80GB"`` or as ``"h100"``.
         sample: required by ``"auto"``: the inputs of forward on a rank, as ``batch`` of
             :func:`shardwise.estimate`. Only shapes and dtypes are read, which must be the same on all ranks;
             pass the largest inputs.
