@@ -21,7 +21,7 @@ def on_config(config: Any) -> Any:
     """List what lies in docs/interop, in the order of file names."""
     pages = sorted(path.name for path in Path(config.docs_dir, "interop").glob("*.md"))
     if pages:
-        config.nav.insert(4, {"Integrations": [f"interop/{page}" for page in pages]})
+        config.nav.insert(3, {"Integrations": [f"interop/{page}" for page in pages]})
     return config
 
 
