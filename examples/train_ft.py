@@ -1,36 +1,19 @@
-"""Train in replicas of which any may die and come back: hybrid sharding with torchft.
-
-    torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000 &
-    export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA=0 torchrun --nproc-per-node 2 --max-restarts 9 --rdzv-endpoint localhost:0 examples/train_ft.py &
-    REPLICA=1 torchrun --nproc-per-node 2 --max-restarts 9 --rdzv-endpoint localhost:0 examples/train_ft.py
-
-The model is sharded over the two processes of a replica; torchft averages the gradients over the replicas.
-"""
-
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
-from shardwise import FSDPModule, shard_model
+from shardwise import FSDPModule, resume, save_checkpoint, shard_model
 
-REPLICA = int(os.environ["REPLICA"])
-STEPS = 100
-dist.init_process_group("gloo")  # the processes of this replica, and no others
-print(
-    "ATT",
-    os.environ.get("TORCHELASTIC_RESTART_COUNT"),
-    os.environ["MASTER_PORT"],
-    os.environ.get("TORCHELASTIC_USE_AGENT_STORE"),
-    flush=True,
-)
-torch.manual_seed(0)  # every replica begins with the same weights
-model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-shard_model(model)
+replica = int(os.environ["REPLICA"])
+dist.init_process_group("gloo")  # the ranks of this replica, and no others
+rank = dist.get_rank()
+
+torch.manual_seed(0)  # all replicas begin with the same weights
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
+shard_model(model, wrap=nn.Sequential)
 adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
@@ -43,43 +26,34 @@ def load(state: dict) -> None:
     adamw.load_state_dict(state["optimizer"])
 
 
-manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
-    load_state_dict=load,
-    state_dict=save,
-    min_replica_size=1,
-    init_sync=False,
-    replica_id=f"replica_{REPLICA}",
-    connect_timeout=timedelta(seconds=10),
-)
+loaded = resume("runs/ft", model, adamw)  # where no replica is left to heal from
+manager = Manager(ProcessGroupGloo(), load, save, 1, replica_id=f"replica{replica}", init_sync=False)
+manager.load_state_dict(loaded.shared.get("manager", manager.state_dict()))
+optimizer = Optimizer(manager, adamw)
 
 
-def average(gradient: torch.Tensor) -> None:
-    manager.allreduce(gradient).wait()
+def average(gradients: torch.Tensor) -> None:
+    manager.allreduce(gradients).wait()
 
 
 for module in model.modules():
     if isinstance(module, FSDPModule):
         module.set_all_reduce_hook(average)
-optimizer = Optimizer(manager, adamw)
-import time
 
-while manager.current_step() < STEPS:
-    optimizer.zero_grad()
-    step = manager.current_step()
-    torch.manual_seed(step * 100 + REPLICA * 10 + dist.get_rank())
-    x = torch.randn(16, 8)
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+while manager.current_step() < 200:
+    optimizer.zero_grad()  # asks which replicas take part in this step
+    torch.manual_seed(1000 * manager.current_step() + 10 * replica + rank)  # other data on each rank
+    inputs = torch.randn(16, 64)
+    loss = (model(inputs).squeeze(1) - inputs[:, :8].sum(1)).square().mean()
     loss.backward()
-    optimizer.step()
-    time.sleep(0.2)
-    if step % 10 == 0:
-        print(REPLICA, dist.get_rank(), step, loss.item(), manager.num_participants(), flush=True)
-print(
-    "END",
-    REPLICA,
-    dist.get_rank(),
-    sum(p.to_local().double().sum().item() for p in model.parameters()),
-    flush=True,
-)
+    optimizer.step()  # does nothing if a replica was lost; otherwise current_step() is one more
+    step = manager.current_step()
+    if step % 20 == 0 and rank == 0:
+        print(
+            f"replica {replica}, step {step}: loss {loss.item():.3f}, {manager.num_participants()} replicas"
+        )
+    if step % 100 == 0 and manager.participating_rank() == 0:
+        shared = {"step": step, "manager": manager.state_dict()}
+        save_checkpoint(f"runs/ft/step-{step}", model, adamw, shared=shared, keep=2)
+manager.shutdown(wait=False)
 dist.destroy_process_group()

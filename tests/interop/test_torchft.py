@@ -4,14 +4,21 @@ Hybrid sharding: shards over the two ranks of a replica, replicas under torchft.
 where a test says; see `ft_replicas.py`.
 """
 
+import os
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from ft_replicas import PATIENCE, Line, Place, die, run_replicas
+from doc_programs import ROOT, blocks
+from ft_replicas import LIMIT_S, PATIENCE, Line, Place, die, run_replicas
 from models import built
 from torch import Tensor, nn
 
@@ -22,6 +29,7 @@ pytest.importorskip("torchft")
 pytestmark = pytest.mark.processes
 
 WIDTH = 8
+GUIDE = ROOT / "docs" / "guides" / "fault-tolerance.md"
 Kill = tuple[int, int, str, int]  # replica, attempt, moment, step
 
 
@@ -37,10 +45,10 @@ class Plan:
     manager: dict[str, Any] = field(default_factory=dict)
     strategy: str = "zero3"
     microbatches: int = 1
-    clip: bool = False
-    scale: bool = False
+    scale: bool = False  # the loss, and clip: as the guide says
     overflow: int = -1  # the step in which a gradient of replica 0 is infinite
     transport: str = "http"
+    patience: timedelta = PATIENCE  # with a replica that does not answer
     hidden: int = 13
     saves: bool = False
     ranks: int = 2
@@ -67,7 +75,7 @@ def train(place: Place, plan: Plan) -> None:
 
 class Trainer:
     def __init__(self, place: Place, plan: Plan):
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import Manager, Optimizer, ProcessGroupGloo
 
         self.place, self.plan = place, plan
         self.model = shard_model(built(tower, plan.hidden), wrap=nn.Sequential, strategy=plan.strategy)
@@ -75,7 +83,7 @@ class Trainer:
         self.scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3, enabled=plan.scale)
         self.step = -1
         self.reductions = 0
-        pg = ProcessGroupGloo(timeout=PATIENCE)
+        pg = ProcessGroupGloo(timeout=plan.patience)
         self.manager = Manager(
             pg=pg,
             load_state_dict=self.load,
@@ -87,6 +95,7 @@ class Trainer:
             **{"init_sync": False} | plan.manager,
         )
         count_received_bytes(transport)
+        self.managed_optimizer = Optimizer(self.manager, self.optimizer)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(self.average)
@@ -123,7 +132,7 @@ class Trainer:
         self.place.tell()  # it is there
         for replica in range(2):
             self.place.wait_for(replica, 0)
-        while (self.manager.current_step()) < self.plan.steps:
+        while self.manager.current_step() < self.plan.steps:
             self.train_step()
         full = {name: value.full_tensor() for name, value in self.model.state_dict().items()}
         if self.place.rank == 0:
@@ -136,7 +145,10 @@ class Trainer:
         if replica != self.place.replica:
             self.place.wait_for(replica, attempt)
         self.reductions = 0
-        manager.start_quorum()
+        if self.plan.scale:
+            manager.start_quorum()
+        else:
+            self.managed_optimizer.zero_grad()
         self.step = manager.current_step()
         for index in range(self.plan.microbatches):
             is_last = index == self.plan.microbatches - 1
@@ -146,19 +158,13 @@ class Trainer:
                 if self.step == self.plan.overflow and self.place.replica == 0:
                     loss = loss * torch.inf
                 self.scaler.scale(loss).backward()
-        counted, participants, step = (
-            manager.is_participating(),
-            manager.num_participants(),
-            manager.current_step(),
-        )
-        committed = manager.should_commit()
-        if committed:
-            self.scaler.unscale_(self.optimizer)
-            if self.plan.clip:
-                clip_grad_norm_(self.model, 0.5)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
+        step = manager.current_step()
+        counted, participants = manager.is_participating(), manager.num_participants()
+        if self.plan.scale:
+            exec(blocks(GUIDE, "py")[1], {"clip_grad_norm_": clip_grad_norm_} | vars(self))
+        else:
+            self.managed_optimizer.step()
+        committed = manager.current_step() > step
         if self.plan.saves and committed and step % 2 and manager.participating_rank() == 0:
             shared = {"step": step + 1, "torchft": manager.state_dict()}
             save_checkpoint(
@@ -241,8 +247,8 @@ def trained_plainly(counted: list[list[int]], plan: Plan) -> dict[str, Tensor]:
         if step == plan.overflow:
             optimizer.zero_grad()
             continue
-        if plan.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if plan.scale:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -298,7 +304,7 @@ ONCE = Plan(kills=((1, 0, "backward", 3),), waits={4: (1, 1)})
 def test_what_else_is_in_a_step(is_asynchronous: bool, tmp_path: Path) -> None:
     """Microbatches, clipping, a loss that is scaled and once overflows."""
     plan = replace(
-        ONCE, microbatches=3, clip=True, scale=True, overflow=5, manager={"use_async_quorum": is_asynchronous}
+        ONCE, microbatches=3, scale=True, overflow=5, manager={"use_async_quorum": is_asynchronous}
     )
     told = run_replicas(train, tmp_path, plan, sizes=[[2], [2] * 2])
     check(tmp_path, told, plan)
@@ -313,7 +319,6 @@ def test_healing_moves_shards(transport: str, tmp_path: Path) -> None:
     told = run_replicas(train, tmp_path, plan, sizes=[[2], [2] * 2])
     check(tmp_path, told, plan)
     (line,) = (line for line in told[1] if "moved" in line)
-    print(line)
     assert 1.0 <= line["moved"] / line["shards"] < 1.25
 
 
@@ -327,9 +332,154 @@ def test_all_die_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_replica_that_returns_with_fewer_ranks_is_refused(tmp_path: Path) -> None:
+    """By names of weights and by meshes, before it takes part; then it comes back as it was."""
+    plan = replace(ONCE, waits={4: (1, 1), 5: (1, 2)}, patience=timedelta(seconds=5))
+    plan = replace(plan, manager={"use_async_quorum": False})
+    told = run_replicas(train, tmp_path, plan, sizes=[[2], [2, 1, 2]])
+    check(tmp_path, told, plan)
+    assert not any("step" in line for line in told[1] if line["attempt"] == 1)
+    refusal = (tmp_path / "1-0.log").read_text()
+    assert 'parameter named "0.0.weight"' in refusal
+    assert "different meshes: got DeviceMesh((fsdp=1), 'cpu'" in refusal
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "hybrid", "hybrid_zero2"])
 def test_strategies(strategy: str, tmp_path: Path) -> None:
     ranks = 4 if strategy.startswith("hybrid") else 2
     plan = replace(ONCE, strategy=strategy, ranks=ranks)
     told = run_replicas(train, tmp_path, plan, sizes=[[ranks], [ranks] * 2])
     check(tmp_path, told, plan)
+
+
+# --- LocalSGD and DiLoCo --------------------------------------------------------------------------
+
+EVERY = 2  # inner steps between two averages
+
+
+def train_apart(place: Place, method: str, kills: bool) -> None:
+    """Inner steps of each replica by itself, and averages of weights, or of how they moved, by torchft."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    model = shard_model(built(tower, 13), wrap=nn.Sequential)
+    inner = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict(), "inner": inner.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["inner"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=PATIENCE),
+        load_state_dict=load,
+        state_dict=save,
+        min_replica_size=2,
+        replica_id=f"replica_{place.replica}",
+        use_async_quorum=False,
+        init_sync=False,
+        timeout=PATIENCE,
+    )
+    if method == "LocalSGD":
+        averaging = LocalSGD(manager, model, inner, EVERY)
+    else:
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        averaging = DiLoCo(manager, [model], inner, outer, EVERY, pin_memory=False)
+    place.tell()
+    with averaging:
+        while (step := manager.current_step()) < 4:
+            for index in range(EVERY):
+                inner.zero_grad()
+                loss_of(model, batch(step, place.replica, place.rank, index)).backward()
+                if kills and (place.replica, place.attempt, step, index) == (1, 0, 2, 1):
+                    die()
+                inner.step()
+            place.tell(step=step, committed=manager.current_step() > step)
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if place.rank == 0:
+        torch.save(full, place.folder / f"{place.replica}.pt")
+    manager.shutdown(wait=False)
+
+
+def plainly_apart(method: str) -> dict[str, Tensor]:
+    """The same with two plain models."""
+    models = [built(tower, 13) for _ in range(2)]
+    inner = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+    common = built(tower, 13)
+    outer = torch.optim.SGD(common.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(4):
+        for index in range(EVERY):
+            for replica in range(2):
+                inner[replica].zero_grad()
+                inputs = torch.cat([batch(step, replica, rank, index) for rank in range(2)])
+                loss_of(models[replica], inputs).backward()
+                inner[replica].step()
+        with torch.no_grad():
+            for mean, *each in zip(
+                common.parameters(), *(model.parameters() for model in models), strict=True
+            ):
+                mean.grad = mean - sum(each) / 2
+                if method == "LocalSGD":
+                    mean.sub_(mean.grad)
+        if method == "DiLoCo":
+            outer.step()
+        for model in models:
+            model.load_state_dict(common.state_dict())
+    return common.state_dict()
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["alive", "killed"])
+@pytest.mark.parametrize("method", ["LocalSGD", "DiLoCo"])
+def test_replicas_that_train_apart(method: str, kills: bool, tmp_path: Path) -> None:
+    run_replicas(train_apart, tmp_path, method, kills, sizes=[[2], [2, 2]])
+    first, second = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    if not kills:
+        torch.testing.assert_close(first, dict(plainly_apart(method)), rtol=1e-9, atol=1e-12)
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_guide_shows_the_example() -> None:
+    assert blocks(GUIDE, "py")[0] == (ROOT / "examples" / "train_ft.py").read_text()
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """Started as the guide says; a process of one replica is killed by another process."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
+    environment = os.environ | {
+        **{"TORCHFT_LIGHTHOUSE": lighthouse.address(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        **{"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--max-restarts=2", str(ROOT / "examples" / "train_ft.py")]
+    outputs = [tmp_path / f"{replica}.txt" for replica in range(2)]
+    launchers = []
+    try:
+        for replica, output in enumerate(outputs):
+            variables = environment | {"REPLICA": str(replica)}
+            with output.open("w") as file:
+                launchers.append(
+                    psutil.Popen(command, cwd=tmp_path, env=variables, stdout=file, stderr=subprocess.STDOUT)
+                )
+        while "step 20:" not in outputs[1].read_text():
+            assert launchers[1].poll() is None, outputs[1].read_text()
+            time.sleep(0.05)
+        launchers[1].children()[0].kill()
+        for launcher, output in zip(launchers, outputs, strict=True):
+            assert launcher.wait(timeout=LIMIT_S) == 0, output.read_text()[-6000:]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.terminate()  # torchrun ends its processes
+                launcher.wait()
+        lighthouse.shutdown()
+    assert "replica 0, step 200:" in outputs[0].read_text()
+    assert sorted(path.name for path in (tmp_path / "runs" / "ft").iterdir()) == ["step-100", "step-200"]
