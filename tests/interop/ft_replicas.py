@@ -105,7 +105,7 @@ def run_replicas(
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=3_000
+        bind="[::]:0", min_replicas=1, join_timeout_ms=20_000, heartbeat_timeout_ms=5_000
     )
 
     def start(*place: int) -> Any:

@@ -254,10 +254,20 @@ def trained_plainly(counted: list[list[int]], plan: Plan) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+def committed_by(lines: list[Line]) -> dict[int, Line]:
+    """By step, without what an attempt did alone before it took the weights of others."""
+    healed = {line["attempt"]: index for index, line in enumerate(lines) if "moved" in line}
+    return {
+        line["step"]: line
+        for index, line in enumerate(lines)
+        if line.get("committed") and index >= healed.get(line["attempt"], 0)
+    }
+
+
 def counted_in(told: list[list[Line]], steps: int) -> list[list[int]]:
     """The replicas whose batches counted in each step; each said so, and all said how many."""
     counted = []
-    committed = [{line["step"]: line for line in lines if line.get("committed")} for lines in told]
+    committed = [committed_by(lines) for lines in told]
     for step in range(steps):
         lines = {number: lines[step] for number, lines in enumerate(committed) if step in lines}
         replicas = [number for number, line in lines.items() if line["counted"]]
