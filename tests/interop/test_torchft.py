@@ -131,7 +131,7 @@ class Trainer:
             self.manager.load_state_dict(loaded.shared.get("torchft", self.manager.state_dict()))
         self.place.tell()  # it is there
         for replica in range(2):
-            self.place.wait_for(replica, 0)
+            self.place.wait_for(replica, self.place.attempt if self.plan.saves else 0)
         while self.manager.current_step() < self.plan.steps:
             self.train_step()
         full = {name: value.full_tensor() for name, value in self.model.state_dict().items()}
