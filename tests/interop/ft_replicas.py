@@ -118,8 +118,10 @@ def run_replicas(
     replicas = [Replica(number, start, of_attempts) for number, of_attempts in enumerate(sizes)]
     deadline = time.monotonic() + LIMIT_S
     try:
-        while running := [process.sentinel for replica in replicas for process in replica.running]:
-            assert wait(running, timeout=deadline - time.monotonic()), f"hangs\n{logs(folder)}"
+        while any(process.exitcode != 0 for replica in replicas for process in replica.processes):
+            assert time.monotonic() < deadline, f"hangs\n{logs(folder)}"
+            running = [process.sentinel for replica in replicas for process in replica.running]
+            wait(running, timeout=1.0)  # and look again: one may have ended while the list was made
             for replica in replicas:
                 if replica.has_failed:
                     replica.kill()
