@@ -132,7 +132,7 @@ def test_a_job_that_never_comes_to_save_says_that_another_one_does(tmp_path: Pat
 REPLACED = "was replaced or removed by another job while it was read. Load it again"
 
 
-@pytest.mark.parametrize("moment", ["_opened", "read_objects", "check_records"])
+@pytest.mark.parametrize("moment", ["opened", "read_objects", "check_records"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_load_is_of_one_save_though_another_job_saves_there(
     tmp_path: Path, moment: str, verify: bool
@@ -149,7 +149,7 @@ def test_a_load_is_of_one_save_though_another_job_saves_there(
         return result
 
     with mock.patch.object(load_module, moment, before_another), open_files_stay_the_same():
-        if moment == "_opened":  # its files are known, but not open
+        if moment == "opened":  # its files are known, but not open
             before = model.weight.clone()
             text = refusal(load_checkpoint, path, model, verify=verify)
             assert text.startswith(f"FileNotFoundError: {path} {REPLACED}")

@@ -234,6 +234,7 @@ class LoggedReduce:
     """Sums over the shards, as the log tells it."""
 
     reduce_memory_factor = 1.0
+    is_alone = False
     device = CPU
 
     def __init__(self, log: list[str], name: str = "") -> None:

@@ -84,24 +84,24 @@ def test_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: Worl
     """So their memory does not pile up over layers."""
     for sizes, own, events in world2.run(sums_over_replicas):
         assert sizes == own[::-1]
-        # The sum of a group over replicas travels while the group after it goes over the shards.
+        # Where nothing is sharded, the sum over replicas begins when the group's gradients are complete.
         assert_expected_inline(
             "\n".join(events),
             """\
+sum over replicas
 reduce 4
+sum over replicas
 reduce 3
 sum over replicas
 reduce 2
-sum over replicas
 reduced 4
+sum over replicas
 reduce 1
-sum over replicas
 reduced 3
-reduce 0
 sum over replicas
+reduce 0
 reduced 2
 reduced 1
-sum over replicas
 reduced 0""",
         )
 

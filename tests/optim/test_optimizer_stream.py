@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import MixedPrecisionPolicy
-from shardwise.buckets import sharded_gradients
 from shardwise.comm import buffers, reduction
 
 
@@ -61,8 +60,7 @@ def test_gradients_lie_in_memory_of_the_streams_that_reduce(
             found.add(device.current[-1].name)
             return buffers.buffer_for(*args, **kwargs)
 
-        for where in (sharded_gradients, reduction):
-            patch.setattr(where, "buffer_for", noted)
+        patch.setattr(reduction, "buffer_for", noted)
         model = sharded_tower(shape, MixedPrecisionPolicy(param_dtype=computes_in))
         step(model)
         step(model)

@@ -122,6 +122,8 @@ class Reduction:
         """
         if self.output is None:
             self.output = buffer_for(self._layout, self._reduce.device)
+            if not self._is_filled and self._streams.are_device_streams:
+                self.output.zero_()  # in the order of the stream; on the host, see close
         return self.output
 
     def _start_alike(self, start: Callable[[], Finish], agree: Agree, indices: Sequence[int]) -> Finish:
@@ -133,12 +135,11 @@ class Reduction:
 
         return finish_alike
 
-    def _zero_absent(self) -> Finish:
+    def _zero_absent(self) -> None:
         """Write zeros for parameters of which no gradient was sent: the next stage adds up whole segments."""
         for slot, is_present in zip(self._layout.slots, self.present, strict=True):
             if not is_present:
                 self._sums()[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
-        return nothing
 
     def release_part(self) -> None:
         """Wait for the oldest part in flight, and drop its gradients."""
@@ -156,8 +157,8 @@ class Reduction:
     def close(self, stage: SecondStage) -> None:
         """All parts are sent; ``stage`` processes the sums."""
         self._stage = stage
-        if not all(self.present):
-            self._last_event = self._streams.reduce_scatter.submit(self._zero_absent).end
+        if not (all(self.present) or self._streams.are_device_streams):
+            self._zero_absent()
         assert self.output is not None  # a part was sent
         self.arrives_on_host = stage.device != self.output.device
         if self._streams.are_device_streams or self._reduce.is_alone:
