@@ -126,8 +126,9 @@ def assert_all_there(found: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], wanted), name
 
 
-@pytest.mark.parametrize("paddings", [None, [[4, 1], [3]]], ids=["plain", "aligned"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("stage", "paddings"), [(2, None), (2, [[4, 1], [3]]), (3, None)], ids=["2", "2, aligned", "3"]
+)
 def test_trained_weights_are_those_of_the_optimizer(
     tmp_path: Path,
     deepspeed: Any,
@@ -164,7 +165,7 @@ def test_what_is_incomplete_or_split_otherwise_is_refused(
         lines.append(capsys.readouterr().err.replace(str(tmp_path), "TMP"))
         assert not (tmp_path / "out").exists()
 
-    for name in ("lost", "short", "split", "strange"):
+    for name in ("lost", "short", "split", "strange", "more", "none", "twice"):
         save_zero(tmp_path / name, 3, deepspeed)
     optimizer = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (tmp_path / "lost" / optimizer).unlink()
@@ -180,6 +181,19 @@ def test_what_is_incomplete_or_split_otherwise_is_refused(
     path = tmp_path / "strange" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save(torch.load(path) | {"client": types.SimpleNamespace(step=3)}, path)
     refuse("strange")
+    (tmp_path / "more" / optimizer.replace("rank_1_", "rank_3_")).write_bytes(
+        (tmp_path / "more" / optimizer).read_bytes()
+    )
+    refuse("more")
+    for path in (tmp_path / "none").glob("*optim_states.pt"):
+        path.unlink()
+    refuse("none")
+    (tmp_path / "twice" / optimizer.removeprefix("bf16_")).write_bytes(
+        (tmp_path / "twice" / optimizer).read_bytes()
+    )
+    refuse("twice")
+    (tmp_path / "latest").write_text("step-9")
+    refuse(".")
     assert_expected_inline(
         "".join(lines),
         """\
@@ -187,5 +201,9 @@ python -m shardwise convert: TMP/lost has no *_optim_states.pt of rank 1 of 3, a
 python -m shardwise convert: TMP/short is damaged: parts of a.weight, a.bias, b.weight are too short.
 python -m shardwise convert: TMP/split holds a model that was split by tensor or pipeline parallelism, or experts in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself (save_16bit_model, or its converter to universal checkpoints).
 python -m shardwise convert: TMP/strange/zero_pp_rank_0_mp_rank_00_model_states.pt cannot be read: making objects of types.SimpleNamespace could run any code. Save without client_state.
+python -m shardwise convert: TMP/more has *_optim_states.pt of rank 3, but was saved by 3. They are of an earlier save; remove them.
+python -m shardwise convert: TMP/none has no *_optim_states.pt of ranks 0-2 of 3, and so lacks a part of each weight. Copy the files of all hosts into one folder.
+python -m shardwise convert: TMP/twice has files of two saves: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt and zero_pp_rank_1_mp_rank_00_optim_states.pt.
+python -m shardwise convert: TMP/latest names TMP/step-9, which is not there.
 """,
     )

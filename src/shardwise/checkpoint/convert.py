@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def to_safetensors(
         source: a folder that ``save_checkpoint`` or ``torch.distributed.checkpoint`` wrote, on any number of
             ranks, with any sharding.
         directory: a folder without safetensors files; it is made if it is not there.
-        key: the place of the model in the checkpoint, with dots; None: the first of ``MODEL_KEYS``, or the
-            whole checkpoint if all its tensors are at the top.
+        key: the place of the model in the checkpoint, with dots; "": the tensors at its top; None: the first
+            of ``MODEL_KEYS`` that is there, or else the top.
         dtype: convert floating-point tensors to it.
         max_shard_bytes: size of a file, unless one tensor is larger; what is in memory at a time.
         verify: check the digests of what is read, where the checkpoint has them.
@@ -68,7 +69,7 @@ def to_safetensors(
 
         def read(names: Sequence[str]) -> list[Tensor]:
             found = read_objects(manifest, [keys[name] for name in names], verify, trust=False)
-            return [found[keys[name]] for name in names]
+            return [found.pop(keys[name]) for name in names]
 
         _write(directory, tensors, read, dtype, max_shard_bytes)
     return [name for name in keys if name not in tensors]
@@ -109,8 +110,10 @@ def _write(
     files = plan_files(tensors, dtypes, max_shard_bytes)
     try:
         for file in files:
-            values = zip(file.names, read(file.names), file.dtypes, strict=True)
-            job.write([(file, {name: value.to(kind) for name, value, kind in values})], {"format": "pt"})
+            values, own = read(file.names)[::-1], {}
+            for name, kind in zip(file.names, file.dtypes, strict=True):
+                own[name] = values.pop().to(kind).contiguous()
+            job.run_on_all_ranks(partial(job.write, [(file, own)], {"format": "pt"}))
         job.run_on_all_ranks(lambda: job.finish(files))
     except BaseException:
         job.clear()
@@ -119,20 +122,20 @@ def _write(
 
 def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
     """The names of the model's values, and their keys in the checkpoint."""
-    places: list[tuple[str, ...]] = [tuple(each.split(".")) for each in MODEL_KEYS]
-    if key is not None:
-        places = [tuple(key.split("."))]
+    places = [tuple(each.split(".")) for each in (MODEL_KEYS if key is None else filter(None, [key]))]
     for place in places:
-        if found := manifest.under(*place):
+        found = {path: at for path, at in manifest.under(*place).items() if path}
+        if any(manifest.tensor(at) is not None for at in found.values()):
             return {clean(".".join(map(str, path))): at for path, at in found.items()}
-    paths = list(manifest.places)
-    if key is None and all(len(path) == 1 for path in paths):
-        return {clean(str(path[0])): at for path, at in manifest.places.items()}
-    tops = sorted({str(path[0]) for path in paths})
-    wanted = f"'{key}'" if key is not None else f"any of {', '.join(MODEL_KEYS)}"
+    if not key:
+        top = {str(path[0]): at for path, at in manifest.places.items() if len(path) == 1}
+        if any(manifest.tensor(at) is not None for at in top.values()):
+            return {clean(name): at for name, at in top.items()}
+    tops = sorted({str(path[0]) for path in manifest.places})
+    wanted = f"'{key}'" if key else f"its top or at any of {', '.join(MODEL_KEYS)}"
     raise ValueError(
-        f"convert: {manifest.path} has nothing at {wanted}. At its top are {listed(tops)}. Name the place of "
-        "the model with --key, with dots between the keys of dicts in each other."
+        f"convert: {manifest.path} has no tensors at {wanted}. At its top are {listed(tops)}. Name the place "
+        "of the model with --key, with dots between the keys of dicts in each other."
     )
 
 

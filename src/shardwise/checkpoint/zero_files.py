@@ -50,9 +50,9 @@ def zero_folder(source: Path) -> Path | None:
     """The folder with the files of ``source``: itself, or the one that its file ``latest`` names."""
     latest = source / "latest"
     folder = source / latest.read_text().strip() if latest.is_file() else source
-    return (
-        folder if folder.is_dir() and any(_MODEL.fullmatch(each.name) for each in folder.iterdir()) else None
-    )
+    if not folder.is_dir():
+        raise ValueError(f"convert: {latest} names {folder}, which is not there.")
+    return folder if any(_MODEL.fullmatch(each.name) for each in folder.iterdir()) else None
 
 
 class ZeroFiles:
@@ -66,10 +66,12 @@ class ZeroFiles:
             NotImplementedError: the model was split by tensor or pipeline parallelism.
         """
         self._folder = folder
-        models = _by_rank(folder, _MODEL)
+        models, optimizers = _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER)
         self._models = [_loaded(models[rank]) for rank in sorted(models)]
-        optimizers = _by_rank(folder, _OPTIMIZER)
-        self._refuse_missing(optimizers)
+        is_cut = any(path.name.startswith("zero_pp_rank_") for path in models.values())  # of stage 3
+        ranks = set(range(int(self._models[0].get("dp_world_size", 1))))
+        self._refuse_others("model_states", models, ranks if is_cut else {0})
+        self._refuse_others("optim_states", optimizers, ranks if is_cut or optimizers else set())
         self._parts = [_loaded(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
         self._reads: dict[str, Callable[[], Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -79,12 +81,17 @@ class ZeroFiles:
         """The value of a tensor, in memory of its own."""
         return self._reads[name]()
 
-    def _refuse_missing(self, optimizers: dict[int, Path]) -> None:
-        ranks = int(self._models[0].get("dp_world_size", 1))
-        if lost := sorted(set(range(ranks)) - optimizers.keys()) if optimizers else []:
+    def _refuse_others(self, kind: str, files: dict[int, Path], ranks: set[int]) -> None:
+        """Refuse the files of fewer ranks, or of more: each has a part of every weight."""
+        if lost := ranks - files.keys():
             raise ValueError(
-                f"convert: {self._folder} has no *_optim_states.pt of {listed_ranks(lost)} of {ranks}, and "
-                "so lacks a part of each weight. Copy the files of all hosts into one folder."
+                f"convert: {self._folder} has no *_{kind}.pt of {listed_ranks(lost)} of {len(ranks)}, and so "
+                "lacks a part of each weight. Copy the files of all hosts into one folder."
+            )
+        if more := files.keys() - ranks:
+            raise ValueError(
+                f"convert: {self._folder} has *_{kind}.pt of {listed_ranks(more)}, but was saved by "
+                f"{len(ranks)}. They are of an earlier save; remove them."
             )
 
     def _find(self) -> None:
@@ -92,23 +99,21 @@ class ZeroFiles:
         tied = first.get("shared_params") or {}
         trained = [] if first.get("param_shapes") is None or not self._parts else first["param_shapes"]
         if _OF_STAGE_3 in part:
-            flats = [
-                torch.cat(each[_OF_STAGE_3]) if len(each[_OF_STAGE_3]) > 1 else each[_OF_STAGE_3][0]
-                for each in self._parts
-            ]
+            flats = [each[_OF_STAGE_3] for each in self._parts]
             self._add_cut(flats, {name: shape for group in trained for name, shape in group.items()})
             for name, shape in (first.get("frozen_param_shapes") or {}).items():
-                self._add_cut([each["frozen_param_fragments"][name] for each in self._models], {name: shape})
+                self._add_cut(
+                    [[each["frozen_param_fragments"][name]] for each in self._models], {name: shape}
+                )
         elif _OF_STAGE_2 in part:
             self._add_back_to_back(trained, part.get("param_alignment_paddings"))
         elif part:
             raise ValueError(
                 f"convert: {self._folder} holds optimizer states of no stage of ZeRO that is known."
             )
+        buffers = first.get("buffer_names") or ()
         for name, value in first["module"].items():
-            is_whole = isinstance(value, Tensor) and (
-                name in first["buffer_names"] or _OF_STAGE_3 not in part
-            )
+            is_whole = isinstance(value, Tensor) and (name in buffers or _OF_STAGE_3 not in part)
             if is_whole and name not in self.tensors and name not in tied:
                 self._add(name, value.shape, value.dtype, value.clone)
 
@@ -117,15 +122,15 @@ class ZeroFiles:
         self._reads[name] = read
         self.tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
 
-    def _add_cut(self, flats: Sequence[Tensor], shapes: dict[str, Sequence[int]]) -> None:
-        """Parameters that are cut, each into a part for each rank."""
+    def _add_cut(self, flats: Sequence[Sequence[Tensor]], shapes: dict[str, Sequence[int]]) -> None:
+        """Parameters that are cut, each into a part for each rank; ``flats``: the parts of each rank."""
         offset = 0
         for name, shape in shapes.items():
             size = -(-prod(shape) // len(flats))
-            pieces = [flat[offset : offset + size] for flat in flats]
-            self._add(name, shape, flats[0].dtype, partial(_joined, pieces, shape))
+            pieces = [piece for parts in flats for piece in _stretch(parts, offset, size)]
+            self._add(name, shape, flats[0][0].dtype, partial(_joined, pieces, shape))
             offset += size
-        if any(flat.numel() < offset for flat in flats):
+        if any(sum(part.numel() for part in parts) < offset for parts in flats):
             raise ValueError(f"convert: {self._folder} is damaged: parts of {listed(shapes)} are too short.")
 
     def _add_back_to_back(self, groups: Sequence[dict[str, Sequence[int]]], paddings: Any) -> None:
@@ -137,7 +142,7 @@ class ZeroFiles:
                 pieces = list(_stretch(parts, offset, prod(shape)))
                 self._add(name, shape, parts[0].dtype, partial(_joined, pieces, shape))
                 offset += prod(shape) + padding
-            if offset - own[-1] > sum(part.numel() for part in parts):
+            if offset - sum(own[-1:]) > sum(part.numel() for part in parts):
                 raise ValueError(
                     f"convert: {self._folder} is damaged: parts of {listed(group)} are too short."
                 )
@@ -151,7 +156,12 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
             "in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself "
             "(save_16bit_model, or its converter to universal checkpoints)."
         )
-    return {int(match["rank"] or 0): path for path, match in found.items()}
+    ranks: dict[int, Path] = {}
+    for path, match in sorted(found.items()):
+        other = ranks.setdefault(int(match["rank"] or 0), path)
+        if other is not path:
+            raise ValueError(f"convert: {folder} has files of two saves: {other.name} and {path.name}.")
+    return ranks
 
 
 def _loaded(path: Path) -> Any:

@@ -14,6 +14,7 @@ load_checkpoint(path, model). One process converts, and holds one file at a time
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -44,8 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert; what was left out is printed."""
     try:
         left_out = _convert(arguments)
-    except (OSError, ValueError, RuntimeError, TypeError, ImportError) as error:
-        text = str(error).removeprefix("convert: ").replace("verify=False", "--no-verify")
+    except (OSError, ValueError, RuntimeError, TypeError, ImportError, LookupError) as error:
+        text = str(error).replace("convert: memory", "--shard-size").removeprefix("convert: ")
+        text = text.replace("verify=False", "--no-verify")
         raise UsageError(text) from error
     tail = f" Left out, as not tensors of the model: {listed(left_out)}." if left_out else ""
     print(f"{arguments.target} is written.{tail}")
@@ -55,6 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> list[str]:
     """Convert; returns what was left out."""
     source, target = arguments.source, arguments.target
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("one process converts: run it without torchrun.")
+    if source.resolve() == target.resolve():
+        raise UsageError(f"{target} is the source; name another folder to write.")
     dtype, num_bytes = DTYPES.get(arguments.dtype), memory_in_bytes("convert", arguments.shard_size)
     if folders.found(source) is not None:
         verify = not arguments.no_verify

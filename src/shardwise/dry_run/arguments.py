@@ -14,9 +14,9 @@ from shardwise.torch_compat import pytree
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-# Nominal: what a device has, in GB. Spelled without hyphens.
+# Nominal: what a device has, in GB.
 _DEVICES = {
-    **{"a10040gb": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "mi325x": 256},
+    **{"a100": 80, "a100-40gb": 40, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "mi325x": 256},
     **{"v100": 32, "t4": 16, "l4": 24, "a10g": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
 }
 _DTYPES = {
@@ -46,7 +46,7 @@ def memory_in_bytes(caller: str, memory: Any) -> int:
     ``caller``: the public function that was called, for messages.
     """
     check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
-    if isinstance(memory, str) and (gigabytes := _DEVICES.get(re.sub(r"[\s_-]", "", memory.lower()))):
+    if isinstance(memory, str) and (gigabytes := _DEVICES.get(memory.strip().lower().replace(" ", ""))):
         return gigabytes * 10**9
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0

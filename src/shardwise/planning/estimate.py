@@ -17,7 +17,7 @@ from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
 from shardwise.setup.validation import check_offload, check_precision
 from shardwise.strategies import shard_model
-from shardwise.strategies.block_options import ActivationCheckpointing
+from shardwise.strategies.block_options import ActivationCheckpointing, modules_to_checkpoint
 from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
 from shardwise.strategies.overrides import offload_named, precision_named
 from shardwise.strategies.wrap_policies import Wrap, as_policy
@@ -102,6 +102,9 @@ def estimate(
         raise ValueError(
             "estimate: activation_checkpointing needs a batch: without one no activations are counted."
         )
+    if is_checkpointed:
+        blocks = chosen(as_policy(wrap), model, frozenset())
+        modules_to_checkpoint("estimate", activation_checkpointing, model, blocks)
     is_offloaded = check_offload(offload_named("estimate", offload_policy))
     if is_offloaded and device == "cpu":
         raise ValueError(

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.arguments import describe
+from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import names_in, uncompiled
 from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names
 
@@ -24,13 +26,15 @@ def modules_to_checkpoint(
     caller: str, wanted: Any, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> list[nn.Module]:
     """The modules that ``activation_checkpointing=wanted`` means, the outermost where they lie in each other.
+    Sharded ones are left as they are.
 
     ``blocks``: what True and "blocks" stand for.
     """
     if wanted is False:
         return []
     inside = modules_inside(model)
-    found = [module for module in inside if _meaning(caller, wanted, blocks)(module)]
+    is_meant = _meaning(caller, wanted, blocks)
+    found = [module for module in inside if owner_of(module) is None and is_meant(module)]
     if not found:
         raise ValueError(
             f"{caller}: activation_checkpointing={_text(wanted)} chooses no module inside the "
@@ -90,10 +94,15 @@ def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:
     """The options of torch.compile that ``compile=wanted`` means; None: do not compile."""
-    if isinstance(wanted, bool):
-        return {} if wanted else None
-    if isinstance(wanted, Mapping):
-        return dict(wanted)
+    if wanted is False:
+        return None
+    if wanted is True or isinstance(wanted, Mapping):
+        options = {} if wanted is True else dict(wanted)
+        try:
+            torch.compile(nn.Identity(), **options)  # which looks at names, and compiles nothing yet
+        except Exception as error:
+            raise ValueError(f"{caller}: torch.compile refuses compile={wanted!r}: {error}") from error
+        return options
     raise TypeError(
         f"{caller}: compile is {describe(wanted)}. Pass True, a dict of options of torch.compile, or False."
     )
