@@ -37,7 +37,8 @@ from test_clipping import (
     tower,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import CPUOffloadPolicy, clip_grad_norm_, fully_shard, global_norm, materialize, statistics
@@ -575,3 +576,12 @@ def test_a_penalty_on_sharded_parameters_counts_once(
 ) -> None:
     world = request.getfixturevalue(f"world{layout.size}")
     assert_all_same(world.run(penalised, layout, build, is_sum), penalised(None, build, is_sum))
+
+
+@on_ranks(2)
+def test_plain_tensors_of_other_sizes_count_as_on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    own = torch.full((5,), 0.1) if dist.get_rank() == 0 else torch.full((2,), 3.0)
+    found = statistics({"sharded": sharded, "own": own})["own"]
+    assert (found.numel, found.mean, found.min) == (2, 3.0, 3.0)

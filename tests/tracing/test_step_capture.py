@@ -12,7 +12,7 @@ from models import SquareBlock, built, random_batch, shard_tower
 from reference import mean_of_squares
 from torch import Tensor, nn
 
-from shardwise import fully_shard, no_sync
+from shardwise import fully_shard, no_sync, trace
 from shardwise.engine.module_state import module_state_of
 from shardwise.tracing.files import read_json
 from shardwise.tracing.step_capture import step_to_trace
@@ -126,3 +126,27 @@ def test_fully_shard_refuses_it_before_it_changes_the_model(world1: World) -> No
     ((message, is_untouched),) = world1.run(refused)
     assert "or to 'step' for step 5" in message
     assert is_untouched
+
+
+def traced_by_the_program(folder: Path) -> tuple[int, list[str]]:
+    os.environ["SHARDWISE_TRACE"] = "3"
+    try:
+        with contextlib.chdir(folder):
+            model = shard_tower(built(Model, seed=0))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with trace(model):
+                for step in range(3):
+                    mean_of_squares(model, random_batch(step, 4, WIDTH)).backward()
+                    optimizer.step()
+            return len(module_state_of(model).root.features), sorted(map(str, Path().rglob("*.*")))
+    finally:
+        del os.environ["SHARDWISE_TRACE"]
+
+
+def test_a_step_that_the_program_traces_itself_is_left_to_it(world2: World, tmp_path: Path) -> None:
+    without = world2.run(len_of_features)
+    assert world2.run(traced_by_the_program, tmp_path) == [(count, []) for count in without]
+
+
+def len_of_features() -> int:
+    return len(module_state_of(shard_tower(built(Model, seed=0))).root.features)

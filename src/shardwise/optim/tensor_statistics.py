@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_number, check_type, describe
 from shardwise.layout.fqns import clean, listed
@@ -35,6 +36,7 @@ from shardwise.optim.norms import (
 )
 from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.ranks.failures import monitored
+from shardwise.torch_compat import dtensor
 
 _NUM_FIXED = 7  # numbers in a row before the histogram
 _ROOM = 2**12  # numbers, 32 KiB of each rank, that travel in one all-reduce: 585 rows without histograms
@@ -138,7 +140,8 @@ def statistics(
     edges = _check_edges(caller, histogram)
     named = _named(caller, model_or_tensors)
     arguments = f"of={of!r}, histogram={edges.tolist() or None}"
-    rows = _rows_over_ranks(_held(caller, named, of), named, PassedParameters(caller), edges, arguments)
+    held, passed = _held(caller, named, of), PassedParameters(caller)
+    rows = _rows_over_ranks(held, named, passed, edges, arguments, zeros_for_missing=of == "gradients")
     if group is not None:
         rows = _with_those_of(caller, group, rows, edges)
     if by == "parameter":
@@ -185,16 +188,26 @@ def _held(caller: str, named: dict[str, Tensor], of: str) -> HeldGradients:
 
 
 def _rows_over_ranks(
-    held: HeldGradients, named: dict[str, Tensor], passed: PassedParameters, edges: Tensor, arguments: str
+    held: HeldGradients,
+    named: dict[str, Tensor],
+    passed: PassedParameters,
+    edges: Tensor,
+    arguments: str,
+    zeros_for_missing: bool,
 ) -> dict[str, Row]:
     """The row of each whole tensor, by all of its names, which share one object."""
     first = {id(tensor): name for name, tensor in reversed(named.items())}
     names = [first[id(tensor)] for tensor in held.params]
-    for mesh in dict.fromkeys(place[0] for place in held.places if place is not None):
+    # Each by its own mesh: which of equal meshes its place has depends on what gradients this rank has.
+    meshes = {
+        name: dtensor.spec_of(tensor).mesh
+        for name, tensor in zip(names, held.params, strict=True)
+        if isinstance(tensor, DTensor)
+    }
+    for mesh in dict.fromkeys(meshes.values()):
         passed.add(mesh, [arguments])
-    for name, place in zip(names, held.places, strict=True):
-        if place is not None:
-            passed.add(place[0], [name])
+    for name, mesh in meshes.items():
+        passed.add(mesh, [name])
     plan = NormPlan(held, passed, next(iter(held.params), None))
     members: list[list[int]] = [[] for _ in plan.columns]
     for index in sorted(range(len(names)), key=names.__getitem__):  # the order may differ by rank
@@ -210,7 +223,7 @@ def _rows_over_ranks(
         members, plan.over_ranks(columns, _combined, _with_largest_norm, _ROOM), strict=True
     ):
         for index, row in zip(indices, column.tolist(), strict=True):
-            missing = held.params[index].numel() - int(row[0])  # where gradients are
+            missing = held.params[index].numel() - int(row[0]) if zeros_for_missing else 0
             found[id(held.params[index])] = _as_one([row, _zeros(missing, edges)]) if missing > 0 else row
     return {name: found[id(tensor)] for name, tensor in named.items() if id(tensor) in found}
 

@@ -58,7 +58,7 @@ class Recorder:
         self._knew_order = all(root.prefetch.forward_order.planned for root in roots)
         self._features = [TracedRoot(root, self) for root in roots]
         self._buckets = {id(bucket) for group in self.names for bucket in group.buckets}
-        self._steps: list[Marked] = []  # running ones of optimizers
+        self._steps: dict[int, Marked] = {}  # running ones, by optimizers
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -98,9 +98,12 @@ class Recorder:
         """The ranks that take part in transfers, by their row and the name of the group."""
         found: dict[tuple[str, str], set[int]] = {}
         for group, name in self.names.items():
-            for mesh in (bucket.mesh for bucket in group.buckets):
-                axes = dict.fromkeys((ALL_GATHER, REDUCE_SCATTER), mesh.shard_axis)
-                for row, axis in (axes | {ALL_REDUCE: mesh.replicate_axis}).items():
+            for bucket in group.buckets:
+                mesh = bucket.mesh
+                axes = {REDUCE_SCATTER: mesh.shard_axis, ALL_REDUCE: mesh.replicate_axis}
+                if bucket.communication.options.post_forward_axis is None:  # else some are among fewer ranks
+                    axes[ALL_GATHER] = mesh.shard_axis
+                for row, axis in axes.items():
                     if axis.pg is not None:
                         found.setdefault((row, name), set()).update(ranks_along(axis))
         return found
@@ -136,12 +139,14 @@ class Recorder:
         params = (param for group in optimizer.param_groups for param in group["params"])
         found = next(filter(None, map(bucket_and_index, params)), None)
         if found is not None and id(found[0]) in self._buckets:
-            self._steps.append(self.timeline.begin(OPTIMIZER, type(optimizer).__name__))
+            if (failed := self._steps.pop(id(optimizer), None)) is not None:
+                failed.end = failed.begin
+            self._steps[id(optimizer)] = self.timeline.begin(OPTIMIZER, type(optimizer).__name__)
 
     def optimizer_stepped(self, buckets: Iterable[Bucket]) -> None:
         """A step has ended."""
         if self._steps and self.timeline.is_recording and not self._buckets.isdisjoint(map(id, buckets)):
-            self._steps.pop().end = self.timeline.clock.mark()
+            self._steps.popitem()[1].end = self.timeline.clock.mark()
 
 
 class TracedRoot(Feature):

@@ -17,8 +17,10 @@ from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
+from shardwise.comm.streams import is_captured
 from shardwise.engine.root import Feature, Root
 from shardwise.ranks.model_ranks import own_rank
+from shardwise.tracing.recorder import TracedRoot
 from shardwise.tracing.trace import trace
 
 VARIABLE = "SHARDWISE_TRACE"
@@ -68,11 +70,21 @@ class StepCapture(Feature):
         self._has_stepped = True
         self._steps += 1
         if self._steps == self._number - 1:
+            if (why := self._why_not()) is not None:
+                _log.warning("%s: step %d is not traced: %s.", VARIABLE, self._number, why)
+                self.root.remove(self)
+                return
             self._trace = self._running.enter_context(trace(nn.ModuleList(self.root.group.modules)))
         elif self._steps == self._number:
             self.root.remove(self)
             self._running.close()
             self._write()
+
+    def _why_not(self) -> str | None:
+        """Why the step cannot be traced; the same on all ranks."""
+        if is_captured(self.root.device):
+            return "a CUDA graph is being captured"
+        return None if self.root.find(TracedRoot) is None else "the program traces this model itself"
 
     def _write(self) -> None:
         path = FOLDER / f"{self.root.name}-step{self._number}-rank{own_rank()}.json"

@@ -130,7 +130,8 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
         with recorder.attached():
             yield found
     except Exception as error:
-        monitor.report(error, "the block of trace")  # at its end, other ranks wait for this one
+        if axes:  # at its end, other ranks wait for this one
+            monitor.report(error, "the block of trace")
         raise
     found._recording = recorder.recording()
     if axes and not are_fake(axes, device):
