@@ -345,7 +345,7 @@ strategy="auto".
 
 ValueError: shard_model: memory '80GBs' is not an amount of memory.
 Pass a number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80
-* 2^30. Known by name are a10040gb, a100, h100, h200, b200, mi300x,
+* 2^30. Known by name are a100, a100-40gb, h100, h200, b200, mi300x,
 mi325x, v100, t4, l4, a10g, l40s, rtx3090, rtx4090, rtx5090.
 
 TypeError: shard_model: memory is True, a bool; pass a number of bytes
