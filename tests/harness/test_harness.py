@@ -91,6 +91,12 @@ def dtensor() -> torch.Tensor:
     return distribute_tensor(torch.ones(4), mesh)
 
 
+def send_what_nobody_receives() -> int:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    return os.getpid()
+
+
 def leave_files_open() -> int:
     for _ in range(MAX_FDS):
         os.open(os.devnull, os.O_RDONLY)
@@ -197,6 +203,12 @@ def test_what_would_pass_silently_is_an_error(world1: World, fn, text: str) -> N
 
 def test_ranks_are_replaced_before_they_run_out_of_files(world1: World) -> None:
     assert world1.run(leave_files_open) != world1.run(process_id)
+
+
+def test_ranks_are_replaced_if_some_have_begun_more_collectives_than_others(world2: World) -> None:
+    """The next collectives would get their messages."""
+    assert set(world2.run(send_what_nobody_receives)).isdisjoint(world2.run(process_id))
+    assert world2.run(sum_over_ranks, torch.ones(1), scale=1.0) == [3, 3]
 
 
 @pytest.mark.processes

@@ -46,6 +46,7 @@ class Answer:
     result: bytes | None = None
     error: str | None = None
     num_fds: int = 0
+    num_collectives: int = 0  # of the process group of the world, so far
 
 
 def serve(conn: Connection, seat: Seat) -> None:
@@ -129,7 +130,12 @@ def _answer(act: Callable[..., Any], *args: Any) -> Answer:
     gc.freeze()  # what outlives a task is modules and caches: out of the sight of later collections
     sys.stdout.flush()
     sys.stderr.flush()
-    return Answer(result, error, num_fds=len(os.listdir("/dev/fd")))
+    return Answer(result, error, len(os.listdir("/dev/fd")), _num_collectives())
+
+
+def _num_collectives() -> int:
+    world = dist.group.WORLD
+    return 0 if world is None else int(world._get_sequence_number_for_group())
 
 
 class _ResultPickler(pickle.Pickler):

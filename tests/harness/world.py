@@ -9,10 +9,11 @@
 
 The first start costs seconds (it imports torch), a later one 0.1 s, a task on running ranks a few
 milliseconds, so the ranks stay, stopped until the next task: the threads of idle process groups wake up
-100 times a second. They are given up after any failure, because a peer may wait in a
-collective for ever and a failed gloo operation leaks its error into the next one; the next run
-starts fresh ones. This file knows processes and pipes; what a rank does is in `worker.py`, what a
-failure looks like in `report.py`.
+100 times a second. They are given up after any failure, because a peer may wait in a collective for
+ever and a failed gloo operation leaks its error into the next one, and after a task in which some have
+begun more collectives than others, whose messages the next ones would get; the next run starts fresh
+ones. This file knows processes and pipes; what a rank does is in `worker.py`, what a failure looks like
+in `report.py`.
 """
 
 import contextlib
@@ -95,7 +96,8 @@ class World:
         except BaseException:
             self.close()
             raise
-        if max(answer.num_fds for answer in answers) > MAX_FDS:
+        has_unequal = len({answer.num_collectives for answer in answers}) > 1
+        if has_unequal or max(answer.num_fds for answer in answers) > MAX_FDS:
             self.close()
         self._signal(signal.SIGSTOP)
         return [pickle.loads(answer.result) for answer in answers if answer.result is not None]
