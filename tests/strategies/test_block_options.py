@@ -10,7 +10,7 @@ import torch
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import WorkerError, World
-from models import Block, Tower, built, random_batch
+from models import Block, SquareBlock, Tower, built, random_batch
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import A_REMEDY, assert_refused, refused
@@ -168,7 +168,7 @@ def test_each_group_is_compiled_and_the_model_where_there_is_no_other() -> None:
     assert seen
     seen.clear()
     with pytest.warns(UserWarning, match="the root's own group"):
-        alone = shard_model(built(nn.Linear, 8, 8), compile={"backend": backend})
+        alone = shard_model(built(SquareBlock, 8), compile={"backend": backend})
     alone(random_batch(0, 4))
     assert seen
 
