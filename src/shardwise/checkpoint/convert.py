@@ -20,7 +20,7 @@ from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.export import SHARD_BYTES, FileJob, check_dtypes, plan_files
+from shardwise.state.export import SHARD_BYTES, FileJob, plan_files
 from shardwise.state.model_files import ModelFiles, import_safetensors
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")
@@ -103,11 +103,9 @@ def _write(
     check_bytes("convert", "max_shard_bytes", max_shard_bytes)
     check_floating("convert", dtype)
     import_safetensors()
-    dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
-    check_dtypes("convert", dict(zip(tensors, dtypes, strict=True)))
+    files = plan_files("convert", tensors, dtype, max_shard_bytes)
     job = FileJob("convert", directory, [], torch.device("cpu"))
     job.run_on_all_ranks(job.prepare)
-    files = plan_files(tensors, dtypes, max_shard_bytes)
     try:
         for file in files:
             values, own = read(file.names)[::-1], {}

@@ -81,9 +81,7 @@ def save_safetensors(
         _check_arguments(directory, max_shard_bytes, dtype, metadata)
         import_safetensors()
         tensors = each_once((entry.name, entry.value) for entry in entries_of(model) if entry.is_tensor)
-        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in tensors.values()]
-        check_dtypes("save_safetensors", dict(zip(tensors, dtypes, strict=True)))
-        return tensors, plan_files(tensors, dtypes, max_shard_bytes)
+        return tensors, plan_files("save_safetensors", tensors, dtype, max_shard_bytes)
 
     tensors, files = run_on_all_ranks(axes, device, planned)
     told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
@@ -129,15 +127,19 @@ def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata:
         raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
 
 
-def check_dtypes(caller: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Refuse dtypes that the format does not have."""
-    if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES.values()]:
-        raise TypeError(f"{caller}: the format has no dtype for {listed(unknown)}.")
+def plan_files(
+    caller: str, tensors: dict[str, Tensor], dtype: torch.dtype | None, limit: int
+) -> list[ModelFile]:
+    """Distribute the tensors, in order, over files; floating-point ones become ``dtype``.
 
-
-def plan_files(tensors: dict[str, Tensor], dtypes: list[torch.dtype], limit: int) -> list[ModelFile]:
-    """Distribute the tensors, in order, over files."""
+    Raises:
+        TypeError: the format does not have a dtype.
+    """
     names, values = list(tensors), list(tensors.values())
+    dtypes = [dtype if dtype and value.is_floating_point() else value.dtype for value in values]
+    pairs = zip(names, dtypes, strict=True)
+    if unknown := [f"{name} ({kind})" for name, kind in pairs if kind not in DTYPES.values()]:
+        raise TypeError(f"{caller}: the format has no dtype for {listed(unknown)}.")
     cuts = list(batches(values, limit, dtypes))
     files = []
     for index, cut in enumerate(cuts):
