@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_flags, check_module
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
 from shardwise.checkpoint.pending import all_ranks, saves_of
-from shardwise.checkpoint.reading import check_records, read, read_objects
+from shardwise.checkpoint.reading import check_records, files_for, read, read_objects
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
@@ -100,6 +101,7 @@ def load_checkpoint(
     convert_dtype: bool = False,
     verify: bool = True,
     trust: bool = False,
+    local: bool = False,
 ) -> Loaded:
     """Load a checkpoint into a model, whatever the numbers of ranks and the ways of sharding.
 
@@ -126,6 +128,8 @@ def load_checkpoint(
             second time mostly from the cache of the operating system. False skips this.
         trust: create objects of any class. That can run any code that the author of the checkpoint has put
             in.
+        local: `path` is a folder of each host's own, see :func:`save_checkpoint`. Files that a host's ranks
+            read, and that only other hosts have, are copied to its folder.
 
     Returns:
         A :class:`shardwise.checkpoint.Loaded`.
@@ -152,13 +156,23 @@ def load_checkpoint(
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
         place = folders.given("load_checkpoint", path)
+        check_flags("load_checkpoint", local=local)
         return place, *checked("load_checkpoint", model, optimizer, states, flags)
 
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
-    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
-    rank_group.agree("load_checkpoint", told | flags)
+    told = {
+        "path": place.name if local else str(place),
+        "optimizer": bool(optimizers),
+        "states": list(stateful),
+    }
+    rank_group.agree("load_checkpoint", told | flags | {"local": local})
     with ExitStack() as files:
-        manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
+        if local:
+            hosts = Hosts(saves_of(rank_group).rank_group_in_background(rank_group), place.parent)
+            folder = hosts.open(files, place, hosts.held(place.parent, [place.name]).get(place.name, []))
+            manifest = rank_group.run_on_all_ranks(lambda: Manifest.read(folder, verify, trust))
+        else:
+            manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
         return _load(rank_group, manifest, model, optimizers, stateful, **flags)
 
 
@@ -191,6 +205,7 @@ def _load(
     entries = rank_group.run_on_all_ranks(lambda: _entries(model))
     all_names = {name for each in rank_group.distinct(list(entries), list(entries)) for name in each}
     small = _small_keys(manifest, rank_group.rank, stateful)
+    manifest.folder.fetch(manifest.files_of(small))
     values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
@@ -215,6 +230,7 @@ def _load(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
     reading = Reading(manifest, model, targets, optimizers, plans, state_plans, values)
+    manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
     if any(rank_group.all_gather_objects(is_on_meta(model))):
         coming = [entry.value for entry in entries.values()]
@@ -371,6 +387,10 @@ class Reading:
     plans: list[OptimizerPlan]
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
+
+    def files(self) -> list[str]:
+        """The files that `prepare` and `run` read."""
+        return files_for(self.manifest, self._targets())
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""

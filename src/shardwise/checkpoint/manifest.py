@@ -83,6 +83,11 @@ class Manifest:
         found = self.metadata.state_dict_metadata[key]
         return found if hasattr(found, "properties") else None
 
+    def files_of(self, keys: Iterable[str]) -> list[str]:
+        """The files that hold the values `keys`."""
+        wanted, records = set(keys), self.metadata.storage_data
+        return list(dict.fromkeys(records[i].relative_path for i in records if i.fqn in wanted))
+
     def facts(self, key: str | None) -> ShapeAndDtype:
         """What is known of the value `key`."""
         md = None if key is None else self.tensor(key)

@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from shardwise.arguments import check_type
-from shardwise.checkpoint.folders import absolute, newest
+from shardwise.checkpoint.folders import absolute, newest, newness, numbered
+from shardwise.checkpoint.hosts import Hosts, complete_save
 from shardwise.checkpoint.load import Loaded, checked, load_checkpoint
 from shardwise.checkpoint.pending import all_ranks, saves_of
 from shardwise.ranks.failures import monitored
+from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.named_state import OptimizerOrMany
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ def resume(
     convert_dtype: bool = False,
     verify: bool = True,
     trust: bool = False,
+    local: str | os.PathLike[str] | None = None,
 ) -> Loaded:
     """Load the newest complete checkpoint in `directory`, if there is one.
 
@@ -45,6 +48,8 @@ def resume(
         convert_dtype: convert floating-point tensors of another dtype.
         verify: compare the data with its digests.
         trust: create objects of any class, which can run any code.
+        local: a folder of each host's own with checkpoints of `save_checkpoint(..., local=True)`. The newest
+            one of which all files are left on some host is loaded, unless `directory` has a newer one.
 
     Returns:
         What was loaded besides the model and the optimizer. Its `step` is the one that was saved.
@@ -73,17 +78,31 @@ def resume(
         """Also of what is used only if there is a checkpoint: a mistake shows in the first run."""
         wanted = "a folder of checkpoints, as a str or a Path"
         check_type("resume", "directory", directory, wanted, str, os.PathLike)
+        check_type("resume", "local", local, wanted, str, os.PathLike, type(None))
         checked("resume", model, optimizer, states, flags)
         return absolute(directory)
 
     place = rank_group.run_on_all_ranks(check)
-    rank_group.agree("resume", {"directory": str(place)})
+    rank_group.agree("resume", {"directory": str(place), "local": local is not None})
     found = rank_group.run_on_all_ranks(
         lambda: newest("resume", place) if rank_group.is_first else None, says_rank=False
     )
     latest: Path | None = rank_group.broadcast_object(found, 0)
+    newer = None if local is None else _newest_on_hosts(rank_group, absolute(local), latest)
     if rank_group.is_first:
-        _log.info("resume: %s", f"no checkpoint in {place}" if latest is None else latest)
+        _log.info("resume: %s", newer or latest or f"no checkpoint in {place}")
+    if newer is not None:
+        return load_checkpoint(newer, model, optimizer, states=states, local=True, **flags)
     if latest is None:
         return Loaded(None, {}, None, None)
     return load_checkpoint(latest, model, optimizer, states=states, **flags)
+
+
+def _newest_on_hosts(rank_group: RankGroup, directory: Path, other: Path | None) -> Path | None:
+    """The newest checkpoint in the hosts' own folders; None if there is none that is as new as `other`."""
+    hosts = Hosts(saves_of(rank_group).rank_group_in_background(rank_group), directory)
+    complete = [name for name, held in hosts.held(directory).items() if complete_save(held) is not None]
+    newest = max(filter(numbered, complete), key=newness, default=None)
+    if newest is None or (other is not None and newness(newest) < newness(other.name)):
+        return None
+    return directory / newest
