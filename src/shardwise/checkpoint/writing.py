@@ -10,7 +10,7 @@ from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 from shardwise.state.disk import sync
 
 
