@@ -22,8 +22,7 @@ from simulated_device import Device, Event, Stream, install
 from shardwise.comm import buffers, reduction
 from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
-from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
-from shardwise.comm.reduction import Reduction, SecondStage
+from shardwise.comm.reduction import GradientPart, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams, CommWork, DeviceStream, HostStream, in_stream, is_of_device
 from shardwise.layout.slots import Layout, Slot, plan_layout
 

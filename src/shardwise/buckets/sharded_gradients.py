@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.communication import Communication
 from shardwise.comm.buffers import LocalViews, local_views, typed_range
-from shardwise.comm.reduce_scatter import ReduceScatter
-from shardwise.comm.reduction import Hook, Reduction, SecondStage
+from shardwise.comm.reduction import Hook, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
 from shardwise.layout.slots import Layout
 from shardwise.params.parameter import Param
