@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.communication import Communication
 from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
@@ -34,6 +33,7 @@ from shardwise.comm.buffers import (
     local_views,
     typed_segments,
 )
+from shardwise.comm.communicators import Communication
 from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing, wait_and_release

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.communication import Communication
 from shardwise.comm.buffers import LocalViews, local_views, typed_range
+from shardwise.comm.communicators import Communication
 from shardwise.comm.reduction import Hook, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
 from shardwise.layout.slots import Layout
