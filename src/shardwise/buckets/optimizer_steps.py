@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
+from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.dynamo import break_graphs
 
