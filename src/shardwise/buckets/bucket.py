@@ -15,14 +15,19 @@ experts are. A bucket knows *how*; its group knows whether and when.
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
+from shardwise.buckets.sharded_gradients import (
+    BucketReduction,
+    ShardedGradients,
+    ShardStorage,
+    all_start_at,
+)
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
     FlatShard,
@@ -43,14 +48,6 @@ from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_
 from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
-
-
-@dataclass(frozen=True)
-class ShardStorage:
-    """Where sharded parameters are stored."""
-
-    device: torch.device
-    is_pinned: bool = False
 
 
 class Bucket:
@@ -104,12 +101,7 @@ class Bucket:
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
         before: BucketReduction | None = getattr(self, "reduction", None)
         self.reduction = BucketReduction(
-            self.communication,
-            self.reduced,
-            self.policy.part_bytes,
-            self.sharded_gradients,
-            self.storage.device,
-            self.storage.is_pinned,
+            self.communication, self.reduced, self.policy.part_bytes, self.sharded_gradients, self.storage
         )
         if before is not None:
             self.reduction.carry_earlier(before)

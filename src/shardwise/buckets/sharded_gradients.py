@@ -15,7 +15,7 @@ tensors that the bucket has made, by weak references: ``zero_grad()`` frees them
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not, itemgetter, or_, sub
 from typing import Any
@@ -182,11 +182,19 @@ def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) 
 # --- reductions -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ShardStorage:
+    """Where sharded parameters and their gradients are stored."""
+
+    device: torch.device
+    is_pinned: bool = False
+
+
 class BucketReduction:
     """The reductions of a bucket's gradients, one after another: over its ranks, and over the replicas.
 
-    ``layout``: of the sums. Results go to ``device``, where the shards are, perhaps to pinned memory. Sums
-    that are not yet to be reduced over replicas stay here, and are added to the next ones.
+    ``layout``: of the sums. Results go to ``storage``, where the shards are. Sums that are not yet to be
+    reduced over replicas stay here, and are added to the next ones.
     """
 
     def __init__(
@@ -195,8 +203,7 @@ class BucketReduction:
         layout: Layout,
         part_bytes: float | None,
         gradients: ShardedGradients,
-        device: torch.device,
-        is_pinned: bool,
+        storage: ShardStorage,
     ) -> None:
         self._params = gradients.params
         self._communication = communication
@@ -215,7 +222,7 @@ class BucketReduction:
         self._differ_over_replicas = can_differ and has_replicas
         self._averages_itself = communication.averages_itself
         self._own_divisor = 1.0 if self._averages_itself else float(mesh.num_ranks)
-        self._to_gradients = SecondStage(gradients.layout, device, is_pinned)
+        self._to_gradients = SecondStage(gradients.layout, storage.device, storage.is_pinned)
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier

@@ -68,16 +68,10 @@ class CustomCollectives(Communicator):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum by the caller's function, one call per dtype, then divide."""
         before = max((factor_before_sum(source.dtype, divisor) for source in inputs), default=1.0)
-        works = [
-            self._comm(
-                output,
-                source if before == 1 else source / before,
-                self._pg,
-                dist.ReduceOp.SUM,
-                self._is_async,
-            )
-            for output, source in zip(outputs, inputs, strict=True)
-        ]
+        works = []
+        for output, source in zip(outputs, inputs, strict=True):
+            summand = source if before == 1 else source / before
+            works.append(self._comm(output, summand, self._pg, dist.ReduceOp.SUM, self._is_async))
         wait = waiting_for(works)
         if not outputs or divisor == before:
             return wait
@@ -106,10 +100,7 @@ class HookedCollectives(Communicator):
             pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
             if len(pairs) > 1:  # on a single rank, or for parameters packed separately
                 sizes = [output.numel() for output, _ in pairs]
-                rows = [
-                    source.view(self._world, size) for (_, source), size in zip(pairs, sizes, strict=True)
-                ]
-                flat = torch.cat(rows, dim=1).view(-1)
+                flat = torch.cat([source.view(self._world, -1) for _, source in pairs], dim=1).view(-1)
                 result = flat.new_empty(sum(sizes))
                 _filled(result, partial(self._hook, flat.detach()))
                 for (output, _), part in zip(pairs, result.split(sizes), strict=True):

@@ -129,7 +129,8 @@ def gather_full(
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
-        items = ((part, part.split.largest[0], part.row_bytes) for part in parts if part.split.numel)
+        largest = [(part, part.split.largest) for part in parts if part.split.numel]
+        items = ((part, shape[0], prod(shape[1:]) * part.dtype.itemsize) for part, shape in largest)
         for some in in_messages(items, staging_bytes // parts[0].split.num_parts):
             _gather_staged(route, some)
     return result
@@ -217,11 +218,6 @@ class _StagedRows:
     split: Split
     dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the largest part."""
-        return prod(self.split.largest[1:]) * self.dtype.itemsize
-
 
 def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) -> None:
     """Gather rows of parts, packed, and copy them into place.
@@ -281,9 +277,7 @@ class RowScatter:
 
     def __init__(self, axis: Axis, sender: int, device: torch.device) -> None:
         """``sender``: the rank along ``axis`` that has the full tensors."""
-        self._axis = axis
-        self._sender = sender
-        self._device = device
+        self._axis, self._sender, self._device = axis, sender, device
 
     def takes(self, target: Tensor, start: int, end: int) -> bool:
         """Whether to send rows [start, end) of ``target`` this way; equal on all ranks."""

@@ -57,7 +57,6 @@ SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 # How long to wait for the posts of others after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
-PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -282,13 +281,10 @@ class FailureMonitor(RankActivity):
         for group in groups:
             self._board.post(f"failed/{group}/{self.rank}", own)
         is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
-        started = time.monotonic()
+        deadline = time.monotonic() + (TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S)
         waits: dict[int, RankStatus | None] = {}
         while True:
-            patience_s = TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S
-            if peer in waits and waits[peer] is None and not is_timeout:
-                patience_s = PEER_PATIENCE_S
-            is_late = time.monotonic() - started >= patience_s
+            is_late = time.monotonic() >= deadline
             for note in self.active_failures():
                 if self._heeds(note) and (is_late or note.error):
                     return note
@@ -300,8 +296,7 @@ class FailureMonitor(RankActivity):
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         silent = sorted(rank for rank, wait in waits.items() if wait is None)
         if silent and not is_timeout:
-            who = peer if peer in silent else silent[0]
-            return ended_text(own, silent, peer, self._board.statuses("ended", [who])[who], first_line)
+            return ended_text(own, self._board.statuses("ended", silent), peer, first_line)
         if len({wait and (wait.event, wait.name) for wait in waits.values()}) > 1:
             return f" ({first_line}), because {disagreement_text(waits)}"
         return f": {error}"

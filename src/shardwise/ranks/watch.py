@@ -16,7 +16,7 @@ evaluate or are at a prompt, as long as no rank waits for them.
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.layout.fqns import listed, listed_ranks, ranks_by_value
@@ -204,13 +204,11 @@ def disagreement_text(waits: Statuses) -> str:
     )
 
 
-def ended_text(
-    own: RankStatus, silent: Sequence[int], peer: int | None, ended: RankStatus | None, closed: str
-) -> str:
-    """The end of the message that a connection was ``closed``, by ``peer`` or another ``silent`` rank.
-    ``ended``: what that rank has posted at the end of its program."""
-    who = peer if peer in silent else silent[0]
-    if ended is not None:
+def ended_text(own: RankStatus, silent: Statuses, peer: int | None, closed: str) -> str:
+    """The end of the message that a connection was ``closed``, by ``peer`` or another ``silent`` rank, each
+    with what it has posted at the end of its program."""
+    who = peer if peer is not None and peer in silent else min(silent)
+    if (ended := silent[who]) is not None:
         return (
             f" ({own.moment}), because rank {who} has come to the end of its program, after step "
             f"{ended.step}. Usual cause: {_DIFFERENT_PLACES}"
