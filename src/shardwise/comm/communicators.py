@@ -89,7 +89,6 @@ class SingleRank(Communicator):
     """A world of one: sharded and unsharded parameters are the same bytes."""
 
     is_alone = True
-
     sums_are_bitwise_equal = True
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -183,13 +182,9 @@ class GlooExchange(Communicator):
         place = int(in_shard.storage_offset()) * in_shard.itemsize // ALIGNMENT
         channel = 2 * self.channel + kind
         tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
-        receives = [
-            self._pg.recv([buffer], rank, tag) for (buffer, _), rank in zip(pairs, self._others, strict=True)
-        ]
-        sends = [
-            self._pg.send([source], rank, tag) for (_, source), rank in zip(pairs, self._others, strict=True)
-        ]
-        return receives + sends
+        both = list(zip(pairs, self._others, strict=True))
+        receives = [self._pg.recv([buffer], rank, tag) for (buffer, _), rank in both]
+        return receives + [self._pg.send([source], rank, tag) for (_, source), rank in both]
 
     def _sum(self, output: Tensor, own: Tensor, received: Tensor, divisor: float) -> None:
         """Add the pieces in order of ranks, so that the result is the same on every rank."""

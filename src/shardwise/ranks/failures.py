@@ -96,10 +96,9 @@ class FailureNote:
 
 
 class FailureMonitor(RankActivity):
-    """Reports this rank's failures and reads those of others. Made by ``monitor_of_job``.
+    """Reports this rank's failures and reads those of others.
 
-    It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly, and every collective
-    writes some.
+    It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly.
     """
 
     def __init__(self, store: Any, rank: int, world: int = 1) -> None:
@@ -248,7 +247,7 @@ class FailureMonitor(RankActivity):
         return [FailureNote(**note) for note in active.values() if note is not None]
 
     def raise_explained(self, error: Exception, wait: Wait) -> NoReturn:
-        """Raise the failure behind ``error`` if communication failed in ``wait``, or ``error`` itself."""
+        """Raise ``explained`` if ``error`` is one of communication; else ``error`` itself."""
         if not c10d.is_communication_error(error):
             raise error
         raise self.explained(error, wait) from error

@@ -155,8 +155,7 @@ def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
     return claims
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(NamedTuple):
     """Names of differing tensors; for some, the ranks that agree with the first rank, and the others."""
 
     names: list[str]
@@ -236,13 +235,14 @@ def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
 
 
 def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: Sequence[Axis]) -> Findings:
-    own_names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
+    rows = [row for row in zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True) if row[1]]
+    own_names = dict.fromkeys(claim.name for claim, *_ in rows)
     shown = set(list(own_names)[:_MOST_LOOKED_AT])
-    own_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True)
-    for claim, is_it, is_changed, number in rows:
-        if is_it and claim.name in shown and claim.takes_part and not is_changed:
-            own_numbers[claim.name, claim.ranks] = number
+    own_numbers = {
+        (claim.name, claim.ranks): number
+        for claim, _, is_changed, number in rows
+        if claim.name in shown and claim.takes_part and not is_changed
+    }
     names: dict[str, None] = {}
     numbers: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     for rank, (its_names, its_numbers) in gather_from_all(axes, (own_names, own_numbers)).items():
@@ -252,9 +252,8 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
     as_first: set[int] = set()
     unlike: set[int] = set()
     for by_rank in numbers.values():
-        wanted = by_rank[min(by_rank)]
-        as_first |= {other for other, number in by_rank.items() if number == wanted}
-        unlike |= {other for other, number in by_rank.items() if number != wanted}
+        for rank, number in by_rank.items():
+            (as_first if number == by_rank[min(by_rank)] else unlike).add(rank)
     return Findings(list(names), sorted(as_first), sorted(unlike))
 
 
@@ -308,11 +307,8 @@ class TensorInfo(NamedTuple):
 
 def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
     """This rank's parts of the tensors."""
-    infos = []
-    for _, tensor in named:
-        coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
-        infos.append(TensorInfo(coordinate, tuple(tensor.shape), tensor.dtype))
-    return infos
+    places = [t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None for _, t in named]
+    return [TensorInfo(at, tuple(t.shape), t.dtype) for at, (_, t) in zip(places, named, strict=True)]
 
 
 def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:
