@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -92,9 +93,7 @@ class Bucket:
         axis = self.communication.options.post_forward_axis
         forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
         own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
-        layouts = {
-            dtypes: self._layout(dtypes, own, few) for dtypes in dict.fromkeys(forms)
-        }  # equal ones once
+        layouts = {each: self._layout(each, own, few) for each in dict.fromkeys(forms)}  # equal ones once
         self.stored, self.computed, self.reduced, self.kept = map(layouts.__getitem__, forms)
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
@@ -114,23 +113,12 @@ class Bucket:
 
     def _layout(self, dtypes: Sequence[torch.dtype], world: int, slots_serve: int | None) -> Layout:
         """The layout of the parameters in these dtypes; the slots also fit ``slots_serve`` ranks."""
-        own = self.mesh.shard_axis.world
-        slots = [
-            Slot(
-                param.shape,
-                dtype,
-                dtype.itemsize,
-                param.precision,
-                max(1, ALIGNMENT // param.precision.smallest_itemsize),
-                param.dim,
-                own,
-            )
-            for param, dtype in zip(self.params, dtypes, strict=True)
-        ]
-        chunk_bytes = [
-            slot.chunk_numel * param.precision.computed.itemsize
-            for slot, param in zip(slots, self.params, strict=True)
-        ]
+        own, slots, chunk_bytes = self.mesh.shard_axis.world, [], []
+        for param, dtype in zip(self.params, dtypes, strict=True):
+            kind = param.precision
+            granule = max(1, ALIGNMENT // kind.smallest_itemsize)
+            slots.append(Slot(param.shape, dtype, dtype.itemsize, kind, granule, param.dim, own))
+            chunk_bytes.append(slots[-1].chunk_numel * kind.computed.itemsize)
         return plan_layout(slots, world, self._are_direct(chunk_bytes), slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
@@ -169,8 +157,8 @@ class Bucket:
         Not into the existing one: assigned tensors may be shards of ours, for example after two parameters
         were swapped, and would be overwritten before this or another bucket has read them.
         """
-        for param in self.params:
-            local = dtensor.local_tensor(param.sharded)
+        locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
             if local.device not in (self.storage.device, self.mesh.device):
                 raise RuntimeError(
                     f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
@@ -181,10 +169,7 @@ class Bucket:
         if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
                 param.adopt_dtype()
-        elif all(
-            dtensor.local_tensor(p.sharded) is v
-            for p, v in zip(self.params, self.flat_shard.views, strict=True)
-        ):
+        elif all(map(is_, locals_, self.flat_shard.views)):
             return False
         self.rebuild_flat_shard()
         return True
