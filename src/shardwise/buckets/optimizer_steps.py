@@ -81,11 +81,8 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    stepped: SteppedParameters | None = None
-    if (known := getattr(optimizer, "stepped_parameters", None)) is not None:
-        stepped = known()  # saves a pass over all parameters
-    if stepped is None:
-        stepped = SteppedParameters.of(optimizer.param_groups)
+    known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
+    stepped: SteppedParameters = (known and known()) or SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()
     if not buckets:
         return

@@ -16,7 +16,6 @@ and the hooks run as ever.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,10 +70,9 @@ def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list
 def _full_tensors(ways: Ways, params: Sequence[Param], unshards_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
     pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
-    run = partial(unshard, pieces=pieces, ways=ways)
 
     def unsharded(*shards: Tensor) -> list[Tensor]:
-        return run(shards)
+        return unshard(shards, pieces, ways)
 
     fulls = unshard_again_in_backward(unsharded, *shards) if unshards_again else unsharded(*shards)
     return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]

@@ -131,11 +131,11 @@ class Job:
         if self.rank == 0:
             self._board.post(f"{key}/all", self._collected(key))
         everyone = self._wait_for(f"{key}/all", 10 * self.timeout_s)  # rank 0 may have more to do
-        failed = [(rank, each["error"]) for rank, each in enumerate(everyone) if "error" in each]
-        failed = failed or [(rank, each["hung"]) for rank, each in enumerate(everyone) if "hung" in each]
-        if failed:
-            by_text = ranks_by_value(failed).items()
-            raise CheckFailed([wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in by_text])
+        for kind in ("error", "hung"):  # who has hung waits for who has failed
+            failed = ranks_by_value((rank, each[kind]) for rank, each in enumerate(everyone) if kind in each)
+            if failed:
+                texts = [f"{listed_ranks(ranks)}: {text}" for text, ranks in failed.items()]
+                raise CheckFailed([wrong(subject, text) for text in texts])
         return [each["fact"] for each in everyone]
 
     def run(self, subject: str, function: Callable[[], T]) -> T:
