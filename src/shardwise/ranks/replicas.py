@@ -138,21 +138,18 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     Raises:
         RuntimeError: with the names, and the ranks whose copies differ.
     """
-    claims = copies_of(named, Checksums())
-    axes = axes_of(tensor for _, tensor in named)
-    if findings := differing(claims, axes, device):
-        raise RuntimeError(message_on_copies(findings))
-
-
-def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
-    """A claim for each of ``named`` and each mesh dimension along which it has copies."""
-    claims = []
+    claims, checksums = [], Checksums()
     for name, tensor in named:
         along = copied_along(tensor)
         number = checksums.of(dtensor.plain(tensor)) if along else None
         if number is not None:
             claims += [Claim(name, [axis], ranks_along(axis), number) for _, axis in along]
-    return claims
+    if findings := differing(claims, axes_of(tensor for _, tensor in named), device):
+        raise RuntimeError(
+            f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start different stay "
+            "different: gradients are averaged, weights are not. Use the same seed on all ranks, or call "
+            "shardwise.init.sync_module_states(model) before the first forward."
+        )
 
 
 class Findings(NamedTuple):
@@ -260,15 +257,6 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
     others, as_first = listed_ranks(findings.others), listed_ranks(findings.as_first)
     return f"{listed(findings.names, 1)}: {of_these} {others} {on_ranks} {as_first}"
-
-
-def message_on_copies(findings: Findings) -> str:
-    """The message about copies that differ."""
-    return (
-        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start different stay "
-        "different: gradients are averaged, weights are not. Use the same seed on all ranks, or call "
-        "shardwise.init.sync_module_states(model) before the first forward."
-    )
 
 
 def message_on_initial_values(findings: Findings) -> str:
