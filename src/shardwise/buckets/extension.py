@@ -51,11 +51,7 @@ def needs_own_bucket(tensor: Tensor) -> bool:
 
 
 def check_protocol(tensor: Tensor, where: str) -> None:
-    """Refuse a tensor with only one of the two methods.
-
-    Raises:
-        TypeError: with the method's name.
-    """
+    """Refuse a tensor with only one of the two methods."""
     has = [name for name in (PRE, POST) if callable(getattr(tensor, name, None))]
     if len(has) == 1:
         missing = POST if has == [PRE] else PRE
@@ -95,10 +91,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class _ExtensionBuffer:
-    """The memory of an unsharded parameter that its protocol made, with the interface of UnshardedBuffer.
-
-    It consists of storages of tensors, emptied between uses.
-    """
+    """An UnshardedBuffer of the storages of tensors that a protocol made."""
 
     is_alias = False
 
@@ -352,12 +345,7 @@ class _UnshardedExtension(UnshardedBucket):
 
 
 def check_before_training(bucket: Bucket) -> None:
-    """Refuse parameters that cannot be all-gathered, or have only half of the protocol.
-
-    Raises:
-        NotImplementedError: a tensor subclass has no protocol.
-        TypeError: what ``check_protocol`` raises.
-    """
+    """Refuse parameters of a subclass without the protocol, or with half of it."""
     for param in bucket.params:
         check_protocol(param.local, param.fqn)
         if isinstance(bucket, ExtensionBucket) and not is_extension(param.local):

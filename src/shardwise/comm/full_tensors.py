@@ -40,11 +40,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def sharding_of(tensor: DTensor) -> Split:
-    """How ``tensor`` is sharded over its mesh.
-
-    Raises:
-        ValueError: its ranks hold parts of a sum.
-    """
+    """How ``tensor`` is sharded over its mesh; a ValueError if its ranks hold parts of a sum."""
     shards: list[tuple[int, int, int]] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_partial():
@@ -220,10 +216,7 @@ class _StagedRows:
 
 
 def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) -> None:
-    """Gather rows of parts, packed, and copy them into place.
-
-    Every rank sends as many bytes as the one with the largest part.
-    """
+    """Gather rows of parts, packed, as many bytes from each rank as from the one with the largest part."""
     forms = [((end - start, *part.split.largest[1:]), part.dtype) for part, start, end in some]
     own = torch.empty(num_packed_bytes(forms), dtype=torch.uint8, device=route.device)
     for view, (part, start, end) in zip(views_in(own, forms), some, strict=True):

@@ -90,11 +90,7 @@ class CommWork:
         self.awaited = awaited
 
     def wait(self) -> None:
-        """Make the computation wait for the result.
-
-        Raises:
-            CommunicationError: another rank has failed.
-        """
+        """Make the computation wait for the result; raise CommunicationError if another rank has failed."""
         complete, self._complete = self._complete, None
         if complete is None:
             return

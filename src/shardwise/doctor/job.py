@@ -112,11 +112,8 @@ class Job:
         self._num_exchanges = 0
 
     def gather(self, subject: str, function: Callable[[], T]) -> list[T]:
-        """What ``function`` returns on each rank, on all ranks. It travels as JSON.
-
-        Raises:
-            CheckFailed: it has raised on any rank, or a rank has sent nothing in time.
-        """
+        """What ``function`` returns on each rank, on all ranks, sent as JSON; CheckFailed if it has raised on
+        any, or one has sent nothing in time."""
         told: dict[str, Any] = {}
         try:
             told["fact"] = function()
@@ -171,11 +168,8 @@ class Job:
         return self._board.wait_for(key, check)
 
     def within_timeout(self, what: str, function: Callable[[], T]) -> T:
-        """What ``function`` returns. It runs in a thread, which is left behind if it does not come back.
-
-        Raises:
-            Hung: it has not come back within the timeout.
-        """
+        """What ``function`` returns. It runs in a thread, which is left behind if it does not come back in
+        time; then Hung is raised."""
         result: Future[T] = Future()
 
         def run() -> None:

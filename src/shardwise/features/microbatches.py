@@ -142,10 +142,8 @@ class Microbatches(Feature):
         return [weight for weight in self._params() if weight.requires_grad]
 
     def compute_weights(self, parts: list[dict[str, Any]]) -> None:
-        """The second half of a backward: add up the gradients of ``weights()``.
-
-        ``parts``: the results of ``autograd.run_backward_of_inputs``.
-        """
+        """The second half of a backward, from the ``parts`` of ``autograd.run_backward_of_inputs``: add up
+        the gradients of ``weights()``."""
         self.root.recover()
         WeightPass(self.root).run(parts, [other for other in self._others if other.requires_grad])
 

@@ -178,10 +178,7 @@ class RankGroup:
         return [pickle.loads(self.broadcast_object(pickled, rank)) for rank in firsts]
 
     def agree(self, caller: str, arguments: dict[str, Any]) -> None:
-        """Refuse `arguments` of the public function `caller` that differ between ranks.
-
-        Ranks with different arguments would use different folders, or wait for each other forever.
-        """
+        """Refuse `arguments` of the public function `caller` that differ between ranks."""
         run_on_all_ranks(self._axes, self._device, lambda: None, caller=caller, same=arguments)
 
     def run_on_all_ranks(

@@ -127,11 +127,8 @@ class FailureMonitor(RankActivity):
     # --- failures of this rank ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank continues: its exception was caught.
-
-        Raises:
-            CommunicationError: another rank has failed, and the work that this rank has queued since is lost.
-        """
+        """This rank continues: its exception was caught. Raise CommunicationError if another rank has failed,
+        and the work that this rank has queued since is lost."""
         if self._own is None and self.failure is None:
             self.issuing = None  # the caller may have caught its exception
             return

@@ -46,11 +46,7 @@ _DIFFERENT_MODULES = (
 
 
 def limit_of_environment() -> float | None:
-    """The limit in seconds that SHARDWISE_WAIT_LIMIT gives, or the default; None: never report.
-
-    Raises:
-        ValueError: it is not a number, or below 0.
-    """
+    """The limit in seconds that SHARDWISE_WAIT_LIMIT gives, or the default; None: never report."""
     text = os.environ.get(VARIABLE, "").strip() or "30"
     try:
         limit_s = float(text)
