@@ -7,7 +7,7 @@ use the flat tensor instead:
 
     buffer   | w1 . . . . | b1 | w2 . . | b2 |        w1.grad is the DTensor over the first range, ...
     flat     |-------------------------------|        for adding to it, norms and clipping
-    ranges   |---------|                              for optimizers: see ``range_of``
+    ranges   |---------|                              for optimizers: see ``GradientRange``
 
 The caller may set ``.grad`` to another tensor, or to None, at any time. So each query checks the local
 tensors that the bucket has made, by weak references: ``zero_grad()`` frees them.
@@ -126,10 +126,6 @@ class ShardedGradients:
         buffer = self._buffers[index]
         is_in_place = self._made[index]() is local and local.data_ptr() == buffer + self._offsets[index]
         return buffer if is_in_place else None
-
-    def range_of(self, indices: Sequence[int]) -> "GradientRange":
-        """The gradients of some parameters, to check at each step."""
-        return GradientRange(self, indices)
 
     def gradient_offset(self, index: int) -> int:
         """The start of a parameter's gradient in the buffer, in its elements."""

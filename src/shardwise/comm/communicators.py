@@ -297,13 +297,11 @@ class BackendCollectives(Communicator):
             return None
         try:
             return [call(self._pg, outputs, inputs, *more, self._is_async)]
-        except (NotImplementedError, AttributeError):
-            self._can_coalesce = False
-        except RuntimeError as error:
-            if not c10d.is_unsupported(error):
+        except (AttributeError, RuntimeError) as error:
+            if not (isinstance(error, (AttributeError, NotImplementedError)) or c10d.is_unsupported(error)):
                 raise
             self._can_coalesce = False
-        return None
+            return None
 
 
 def unless_alone(kind: Callable[..., Communicator], *args: Any) -> Make:
