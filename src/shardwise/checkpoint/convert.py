@@ -19,7 +19,7 @@ from shardwise.checkpoint.writing import write
 from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 from shardwise.state.export import SHARD_BYTES, FileJob, plan_files
 from shardwise.state.model_files import ModelFiles, import_safetensors
 

@@ -29,8 +29,8 @@ from shardwise.checkpoint.stateful import (
 from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
 from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
 from shardwise.layout.fqns import listed
+from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.loading import LoadTargets, ShapeAndDtype
 from shardwise.state.named_state import (
     OptimizerOrMany,

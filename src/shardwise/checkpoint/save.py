@@ -30,8 +30,8 @@ from shardwise.checkpoint.stateful import (
 from shardwise.checkpoint.writing import write
 from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import listed
+from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.rank_group import RankGroup
 from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     OptimizerOrMany,

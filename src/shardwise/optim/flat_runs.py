@@ -387,7 +387,8 @@ class _MergedRange(NamedTuple):
 def _merged_range(members: Sequence[RunMember], begin: int) -> _MergedRange:
     locations = [member.location for member in members if member.location is not None]
     indices = [location.position for location in locations]
-    return _MergedRange(locations[0].gradients.range_of(indices), begin, begin + len(members))
+    gradients = GradientRange(locations[0].gradients, indices)
+    return _MergedRange(gradients, begin, begin + len(members))
 
 
 _LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of
