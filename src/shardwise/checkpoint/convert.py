@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.arguments import check_bytes, check_floating
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.load import opened
 from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest
@@ -20,8 +18,8 @@ from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.export import SHARD_BYTES, FileJob, plan_files
-from shardwise.state.model_files import ModelFiles, import_safetensors
+from shardwise.state.export import SHARD_BYTES, FileContents, FileJob, plan_files
+from shardwise.state.model_files import ModelFiles
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")
 """Where programs put the model in a checkpoint of ``torch.distributed.checkpoint``, if not at the top."""
@@ -100,22 +98,16 @@ def _write(
     max_shard_bytes: int,
 ) -> None:
     """Write ``tensors``, of the meta device, with the values that ``read`` returns for their names."""
-    check_bytes("convert", "max_shard_bytes", max_shard_bytes)
-    check_floating("convert", dtype)
-    import_safetensors()
     files = plan_files("convert", tensors, dtype, max_shard_bytes)
-    job = FileJob("convert", directory, [], torch.device("cpu"))
-    job.run_on_all_ranks(job.prepare)
-    try:
+
+    def contents() -> Iterator[list[FileContents]]:
         for file in files:
             values, own = read(file.names)[::-1], {}
             for name, kind in zip(file.names, file.dtypes, strict=True):
                 own[name] = values.pop().to(kind).contiguous()
-            job.run_on_all_ranks(partial(job.write, [(file, own)], {"format": "pt"}))
-        job.run_on_all_ranks(lambda: job.finish(files))
-    except BaseException:
-        job.clear()
-        raise
+            yield [(file, own)]
+
+    FileJob("convert", directory, [], torch.device("cpu")).run(files, contents(), {"format": "pt"})
 
 
 def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
@@ -152,16 +144,10 @@ def from_safetensors(source: Path, path: Path) -> None:
         ImportError: the package safetensors is missing.
         ValueError: ``path`` has a name that no checkpoint may have.
     """
-    if not path.name or path.name.startswith("."):
-        raise ValueError(f"convert: {path}: a checkpoint needs a name that does not start with a dot.")
+    folders.check_name("convert", path)
     with ExitStack() as stack:
-        files = ModelFiles(source, stack).whole()
-        model = dict(_tensors_of(files))
+        files = ModelFiles(source, stack)
+        model = {name: files.read(name, Region.all_of(facts.shape)) for name, facts in files.facts.items()}
         state: dict[str, Any] = {"model": model, STATES: {}, "shared": {}}
         state[INFO] = {"world_size": 1, "optimizers": [], HAS_DIGESTS: True}
         write(RankGroup(None), folders.absolute(path), state, keep=None, is_staged=True)
-
-
-def _tensors_of(files: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, facts in files.facts.items():
-        yield name, files.read(name, Region((0,) * len(facts.shape), facts.shape))

@@ -178,10 +178,6 @@ class Digests:
             )
         return cls(told["save"], told["host"], {name: _sums(each) for name, each in told["files"].items()})
 
-    def lengths(self) -> dict[str, int]:
-        """The length of each file."""
-        return {name: sums.num_bytes for name, sums in self.files.items()}
-
 
 def _sums(told: dict[str, Any]) -> Sums:
     text = told["crc32"]

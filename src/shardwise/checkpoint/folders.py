@@ -68,6 +68,12 @@ def given(caller: str, path: Any) -> Path:
     return absolute(path)
 
 
+def check_name(caller: str, path: Path) -> None:
+    """Refuse a name that no checkpoint may have: hidden folders are those of saves."""
+    if not path.name or path.name.startswith("."):
+        raise ValueError(f"{caller}: {path}: a checkpoint needs a name that does not start with a dot.")
+
+
 @dataclass(frozen=True)
 class Save:
     """One save to `path`; all ranks have the same token."""

@@ -172,7 +172,7 @@ class Manifest:
         for info in records:
             end = info.offset + info.length
             needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
-        exact = {} if self.digests is None else self.digests.lengths()
+        exact = {} if self.digests is None else {n: sums.num_bytes for n, sums in self.digests.files.items()}
         wrong = []
         for name, length in sorted(needed.items()):
             size = self.folder.size(name)

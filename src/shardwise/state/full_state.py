@@ -74,8 +74,7 @@ def full_state_dict(
     told = {"rank0_only": rank0_only, "optimizer": "None" if optimizer is None else "an optimizer"}
     _check_together(model, check, "full_state_dict", told)
     owner = _first_rank(model) if rank0_only else None
-    entries = {entry.name: entry.value for entry in entries_of(model)}
-    state = full_values(entries, owner, cpu)
+    state = full_values({name: entry.value for name, entry in entries_of(model).items()}, owner, cpu)
     if optimizer is None:
         return state
     return state, full_optimizer_state(model, optimizer, owner, cpu)

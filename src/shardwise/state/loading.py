@@ -221,22 +221,17 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(bytes_of(left.detach()), bytes_of(right.detach()))
 
 
-@dataclass(frozen=True)
 class FullSource:
-    """Full values that this rank can read by itself: names, shapes and dtypes, and how to read a region."""
+    """Full values that this rank can read by itself, by names, and what is known of them."""
 
-    facts: Mapping[str, ShapeAndDtype]
-    read: Callable[[str, Region], Any]
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.facts = {name: ShapeAndDtype.of(value) for name, value in values.items()}
 
-
-def of_mapping(values: Mapping[str, Any]) -> FullSource:
-    """Full values by names."""
-
-    def read(name: str, region: Region) -> Any:
-        value = values[name]
+    def read(self, name: str, region: Region) -> Any:
+        """A part of a value."""
+        value = self._values[name]
         return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
-
-    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
 
 
 def by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -271,8 +266,7 @@ def load_everywhere(targets: LoadTargets, source: FullSource) -> None:
         if not entry.is_tensor:
             targets.whole[entry.key] = source.read(name, Region((), ()))
         elif not targets.goes_by_rows(name):
-            shape = source.facts[name].shape or ()
-            targets.whole[entry.key] = source.read(name, Region((0,) * len(shape), shape))
+            targets.whole[entry.key] = source.read(name, Region.all_of(source.facts[name].shape))
         else:
             region = own_region(entry.value)
             if region.numel:

@@ -39,21 +39,17 @@ def import_safetensors() -> Any:
     return safetensors
 
 
-class ModelFiles:
+class ModelFiles(FullSource):
     """Open safetensors files. Headers are read when they are opened, values slice by slice."""
 
     def __init__(self, source: Paths, stack: ExitStack) -> None:
         """``stack`` closes them."""
+        super().__init__({})
         self._safetensors = import_safetensors()
         self._stack = stack
         self._slices: dict[str, tuple[Path, Any]] = {}
-        self._facts: dict[str, ShapeAndDtype] = {}
         for path, expected in _files_of(source).items():
             self._open(path, expected)
-
-    def whole(self) -> FullSource:
-        """The values in the files."""
-        return FullSource(self._facts, self._read)
 
     def _open(self, path: Path, expected: list[str] | None) -> None:
         try:
@@ -76,9 +72,10 @@ class ModelFiles:
         for key in there if expected is None else expected:
             piece, name = file.get_slice(key), clean(key)
             self._slices[name] = path, piece
-            self._facts[name] = ShapeAndDtype(tuple(piece.get_shape()), _dtype_of(path, key, piece))
+            self.facts[name] = ShapeAndDtype(tuple(piece.get_shape()), _dtype_of(path, key, piece))
 
-    def _read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """Read a part of a value."""
         path, piece = self._slices[name]
         try:
             return piece[region.slices] if region.sizes else piece[...]

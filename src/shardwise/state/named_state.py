@@ -168,16 +168,20 @@ def staged(value: Any) -> Any:
     """A copy of nested dicts and lists, with tensors in host memory."""
     copies: dict[Hashable, Tensor] = {}
 
-    def copied(_: StatePath, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return deepcopy(leaf)
-        local = dtensor.plain(leaf)
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(each) for key, each in value.items()}
+        if type(value) in (list, tuple) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+            return type(value)(map(copied, value))
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        local = dtensor.plain(value)
         memory = memory_of(local)
         if memory not in copies:  # tied parameters have several names and one memory: copied once
             copies[memory] = local.detach().to("cpu", copy=True)
-        return dtensor.placed_as(leaf, copies[memory])
+        return dtensor.placed_as(value, copies[memory])
 
-    return mapped(value, copied)
+    return copied(value)
 
 
 def memory_of(tensor: Tensor) -> Hashable:

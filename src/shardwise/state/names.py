@@ -38,7 +38,6 @@ class StateEntry:
     ``is_own``: it is one, and not something that a module or its hooks made for the state dict.
     """
 
-    name: str
     key: str
     value: Any
     is_own: bool
@@ -49,11 +48,11 @@ class StateEntry:
         return isinstance(self.value, Tensor)
 
 
-def entries_of(model: nn.Module) -> list[StateEntry]:
-    """The entries of ``model.state_dict()``, as modules and their hooks make it."""
+def entries_of(model: nn.Module) -> dict[str, StateEntry]:
+    """The entries of ``model.state_dict()``, as modules and their hooks make it, by name."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict(keep_vars=True)
-    return [StateEntry(canonical(key, model), key, value, id(value) in own) for key, value in state.items()]
+    return {canonical(key, model): StateEntry(key, value, id(value) in own) for key, value in state.items()}
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -317,7 +317,7 @@ class _OptimizerLoad:
                 target = self._plan.blanks.get(place)
                 if target is None:  # another rank has it whole; all take part in sending it
                     target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
-                entries[_label(place)] = StateEntry(_label(place), "", target, True)
+                entries[_label(place)] = StateEntry("", target, True)
         self.targets = LoadTargets(LOAD, entries, is_strict=None, converts=False)
 
     def finish(self) -> None:
