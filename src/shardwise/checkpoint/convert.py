@@ -34,7 +34,7 @@ def to_safetensors(
     max_shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
 ) -> list[str]:
-    """Write the model of a checkpoint in the layout of Hugging Face.
+    """Write the model of a checkpoint in the layout of Hugging Face; returns names of what was left out.
 
     Args:
         source: a folder that ``save_checkpoint`` or ``torch.distributed.checkpoint`` wrote, on any number of
@@ -45,15 +45,6 @@ def to_safetensors(
         dtype: convert floating-point tensors to it.
         max_shard_bytes: size of a file, unless one tensor is larger; what is in memory at a time.
         verify: check the digests of what is read, where the checkpoint has them.
-
-    Returns:
-        Names of what was left out: values that are not tensors, and states of ``get_extra_state``.
-
-    Raises:
-        FileNotFoundError, ValueError, PermissionError: ``source`` is not a checkpoint, is damaged, or has no
-            model at ``key``.
-        FileExistsError: there are safetensors files in ``directory``.
-        ImportError, TypeError, RuntimeError: as by :func:`shardwise.state.save_safetensors`.
     """
     with ExitStack() as stack:
         manifest = opened(stack, source, verify, trust=False)
@@ -78,11 +69,6 @@ def zero_to_safetensors(
 ) -> None:
     """Write the weights of a checkpoint of DeepSpeed's ZeRO: the trained ones as the optimizer has them, in
     float32, frozen ones and buffers as the model has them. Tied parameters are written once.
-
-    Arguments and errors as of :func:`to_safetensors`, and:
-
-    Raises:
-        NotImplementedError: the model was split by tensor or pipeline parallelism.
     """
     files = ZeroFiles(source)
     _write(
@@ -130,19 +116,8 @@ def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
 
 
 def from_safetensors(source: Path, path: Path) -> None:
-    """Write a checkpoint with the model of safetensors files, for ``load_checkpoint(path, model)``.
-
-    The files are mapped into memory, and read while they are written.
-
-    Args:
-        source: a folder in the layout of Hugging Face, an index, or one file.
-        path: the folder of the checkpoint. A checkpoint that is there is replaced once the new one is
-            complete.
-
-    Raises:
-        RuntimeError: files are missing or damaged, or the checkpoint could not be written.
-        ImportError: the package safetensors is missing.
-        ValueError: ``path`` has a name that no checkpoint may have.
+    """Write a checkpoint at ``path`` with the model of safetensors files (a folder in the layout of Hugging
+    Face, an index, or one file), which are mapped into memory, and read while they are written.
     """
     folders.check_name("convert", path)
     with ExitStack() as stack:

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
-from shardwise.state.disk import sync
+from shardwise.state.export import sync
 
 
 def _hidden(path: Path, token: str, kind: str) -> Path:
@@ -234,11 +234,6 @@ class OpenFolder:
 
 
 # --- one save -------------------------------------------------------------------------------------
-
-
-def missing_parents(path: Path) -> list[Path]:
-    """The folders above `path` that a save to it has to make, deepest first."""
-    return [each for each in path.parents if not each.exists()]
 
 
 def prepare(save: Save) -> None:

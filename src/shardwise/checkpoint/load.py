@@ -37,10 +37,10 @@ from shardwise.state.named_state import (
     Optimizers,
     StatePath,
     as_optimizers,
+    entries_of,
     kind_of,
     parameter_names,
 )
-from shardwise.state.names import entries_of
 from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
 from shardwise.torch_compat import dtensor
 
@@ -269,8 +269,14 @@ def _load(
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
             return []
-        saved = _saved_state(manifest, values)
-        _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
+        saved, own = _saved_state(manifest, values), list(map(kind_of, optimizers))
+        kinds = info.get("optimizers")
+        if kinds is not None and not set(own) <= set(kinds):
+            raise ValueError(
+                f"{manifest.path} holds the state of {listed(kinds)}, but is loaded into {listed(own)}. One "
+                "kind of optimizer cannot use the state of another: build the same kind, or load only the "
+                "model."
+            )
         return plan_optimizers(saved, optimizers, parameter_names(model), strict)
 
     targets = LoadTargets(str(manifest.path), entries, strict, convert_dtype, ValueError)
@@ -406,15 +412,6 @@ def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
         },
         is_checkpoint=True,
     )
-
-
-def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[str] | None) -> None:
-    own = list(map(kind_of, optimizers))
-    if saved is not None and not set(own) <= set(saved):
-        raise ValueError(
-            f"{manifest.path} holds the state of {listed(saved)}, but is loaded into {listed(own)}. One "
-            "kind of optimizer cannot use the state of another: build the same kind, or load only the model."
-        )
 
 
 def _loaded(

@@ -35,12 +35,13 @@ from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     OptimizerOrMany,
     as_optimizers,
+    entries_of,
     kind_of,
+    named_parameters,
     parameter_names,
     staged,
     state_of,
 )
-from shardwise.state.names import entries_of, parameters_of
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ def _whole_parameters(model: nn.Module, per_rank: dict[str, Any] | None) -> dict
 
     own = {
         name: number
-        for name, param in parameters_of(model)
+        for name, param in named_parameters(model)
         if param.requires_grad and not isinstance(param, DTensor) and (number := number_of(param)) is not None
     }
     kept = {number_of(tensor) for _, tensor in tensors_in(per_rank)} if own else set()

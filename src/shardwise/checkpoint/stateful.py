@@ -26,8 +26,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import unsafe_names
 from shardwise.layout.fqns import listed
 from shardwise.state.loading import LoadTargets, ShapeAndDtype
-from shardwise.state.named_state import StatePath
-from shardwise.state.names import StateEntry
+from shardwise.state.named_state import StateEntry, StatePath
 from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint

@@ -11,19 +11,18 @@ from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.disk import sync
+from shardwise.state.export import sync
 
 
 def write(
     rank_group: RankGroup, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool
 ) -> None:
-    """Write beside `path`, move to it, tidy up. All ranks raise alike.
-
-    `is_staged`: all of `state` is in host memory already.
+    """Write beside `path`, move to it, tidy up. All ranks raise alike. `is_staged`: `state` is in host
+    memory.
     """
     save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
     explain = partial(_why_not_written, save, rank_group.rank)
-    made = rank_group.run_on_all_ranks(lambda: folders.missing_parents(path))
+    made = rank_group.run_on_all_ranks(lambda: [each for each in path.parents if not each.exists()])
     with folders.running(save.token):
         try:
             rank_group.on_first(lambda: folders.prepare(save), explain)
@@ -41,7 +40,8 @@ def write(
             if keep is not None:
                 folders.remove_older(save, keep)
 
-        rank_group.on_first(tidy, partial(_why_not_tidied, path))
+        saved = f"{path} is saved, but what it replaces could not be removed"
+        rank_group.on_first(tidy, lambda error: f"{saved}: {type(error).__name__}: {error}")
 
 
 def _check(folder: Path) -> None:
@@ -116,10 +116,6 @@ def _write_files(
     plan = rank_group.scatter_objects(all_plans)
     results: Any = rank_group.gather_objects(rank_group.run_on_all_ranks(write_own, explain, says_rank=False))
     rank_group.on_first(finish, explain)
-
-
-def _why_not_tidied(path: Path, error: Exception) -> str:
-    return f"{path} is saved, but what it replaces could not be removed: {type(error).__name__}: {error}"
 
 
 def _why_not_written(save: Save, rank: int, error: Exception) -> str:

@@ -60,12 +60,7 @@ class ZeroFiles:
     """A checkpoint of ZeRO: ``tensors``, on the meta device, and their values."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files into memory.
-
-        Raises:
-            ValueError: a file is missing, or holds what cannot be read without DeepSpeed.
-            NotImplementedError: the model was split by tensor or pipeline parallelism.
-        """
+        """Map the files into memory."""
         self._folder = folder
         models, optimizers = _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER)
         self._models = [_loaded(models[rank]) for rank in sorted(models)]

@@ -375,9 +375,9 @@ def _repr(self: FlatOptimizer) -> str:
 def _flat_class(flat: Any, kind: Any) -> Any:
     """``kind`` with our step. It keeps its name, by which checkpoints identify optimizers.
 
-    Python lets an object change its class if the first bases of both begin with the same fields. So ours
-    comes first where it can. If ``kind`` begins with another class, such as ``ABC``, ours comes second,
-    and its overrides are copied into the class itself.
+    An object may change its class if the first bases of both begin with the same fields. So ours comes first,
+    or, if ``kind`` begins with another class, such as ``ABC``, second, with its overrides in the class
+    itself.
     """
     body = {
         "__module__": kind.__module__,

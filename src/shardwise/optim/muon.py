@@ -147,29 +147,21 @@ class Muon(Optimizer):
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         algorithm = group.get("algorithm")
+        if algorithm not in (MUON, ADAMW, None):
+            raise ValueError(f"Muon: algorithm of a param group is {algorithm!r}; pass 'muon' or 'adamw'.")
         if algorithm is not None:
-            if algorithm not in (MUON, ADAMW):
-                raise ValueError(
-                    f"Muon: algorithm of a param group is {algorithm!r}; pass 'muon' or 'adamw'."
-                )
             return [group | {"params": params}]
-        chosen = [bool(self._is_matrix(_name_in(each), _param_in(each))) for each in params]
-        halves = [
-            group | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if is_chosen]},
-            group
-            | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if not is_chosen]},
-        ]
-        if any(chosen) and not all(chosen) and (unclear := sorted({"lr", "eps"} & set(group))):
+        halves: dict[str, list[Any]] = {MUON: [], ADAMW: []}
+        for each in params:
+            is_matrix = self._is_matrix(_name_in(each), _param_in(each))
+            halves[MUON if is_matrix else ADAMW].append(each)
+        if all(halves.values()) and (unclear := sorted({"lr", "eps"} & set(group))):
             raise ValueError(
                 f"Muon: a param group sets {' and '.join(unclear)}, and has both matrices and other "
                 "parameters, for which these mean different things. Give matrices and others groups of their "
                 "own, or set them with lr= and adamw={'lr': ...}."
             )
-        named = [
-            half | {"algorithm": algorithm}
-            for half, algorithm in zip(halves, (MUON, ADAMW), strict=True)
-            if half["params"]
-        ]
+        named = [group | {"params": some, "algorithm": name} for name, some in halves.items() if some]
         return named or [group | {"params": [], "algorithm": MUON}]
 
     def _add(self, group: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ class OwnerExchange:
         alike: what blocks in one stack have in common, besides shape and travel.
         fixed: owners that are already known, as members of the ranks that share a tensor.
 
-    The constructor is local; ``agree`` makes a process group for each mesh that has none of all its ranks.
+    Local; ``agree`` makes a process group for each mesh that has none of all its ranks.
     """
 
     def __init__(
@@ -187,18 +187,10 @@ class OwnerExchange:
         problem: Exception | None = None,
         same: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise on all ranks if any has a problem, or if they would not exchange the same blocks.
+        """Raise on all ranks if any has a problem, or if they would not exchange the tensors ``active``
+        alike.
 
-        Args:
-            caller: the public function, for messages.
-            active: indices of the tensors to exchange next.
-            problem: what is wrong on this rank.
-            same: what else must be equal.
-
-        Raises:
-            ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
-
-        Collective. On a device the host waits for the queued work.
+        ``same``: what else must be equal. Collective. On a device the host waits for the queued work.
         """
         chosen = set(active)
         told: dict[str, Any] = {
@@ -208,11 +200,7 @@ class OwnerExchange:
         self._in_every_set(caller, problem, lambda each, problem: each.agree(caller, told, problem))
 
     def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
-        """The ``own`` of each rank that shares tensors with this one, by global rank.
-
-        Raises:
-            Exception: any of them has a ``problem``.
-
+        """The ``own`` of each rank that shares tensors, by global rank; raises a ``problem`` of any.
         Collective.
         """
         found = {own_rank(): own}
@@ -249,6 +237,7 @@ class OwnerExchange:
         check: Callable[[], None] | None = None,
     ) -> None:
         """Apply ``function`` to the blocks of the tensors at the indices ``active``, round by round.
+        Collective.
 
         Args:
             read: called when the first block of a tensor is about to be sent.
@@ -257,8 +246,6 @@ class OwnerExchange:
             active: the same on all ranks; :meth:`agree` checks it.
             check: called after all rounds, before anything is sent back; it may raise. All results are kept
                 until then; without it, only those of two rounds.
-
-        Collective.
         """
         computed: Any = (
             back for i, each in enumerate(self._among) for back in each.run(i, read, function, active)
@@ -533,11 +520,7 @@ def refuse_twice(where: str, params: Sequence[Any], name_of: Callable[[Any], str
 
 
 def check_divisible(tensor: Tensor, name: str) -> None:
-    """Refuse ``tensor`` if its blocks cannot be assembled.
-
-    Raises:
-        ValueError: with ``name``.
-    """
+    """Refuse ``tensor`` if its blocks cannot be assembled."""
     local = dtensor.plain(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter):
         raise ValueError(
@@ -559,10 +542,8 @@ def check_divisible(tensor: Tensor, name: str) -> None:
 
 
 def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
-    """This rank's part of the gradient, placed as the parameter is.
-
-    Raises:
-        TypeError: the placement is unknown, or the gradient is sparse, which ``why`` excludes.
+    """This rank's part of the gradient, placed as the parameter is; sparse ones are refused, as ``why``
+    says.
     """
     gradient = param.grad
     assert gradient is not None
@@ -578,11 +559,7 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
 
 
 def placed_gradient(param: DTensor, name: str) -> DTensor:
-    """The gradient of a sharded parameter, placed as the parameter is.
-
-    Raises:
-        TypeError: it is not a DTensor; with the parameter's name.
-    """
+    """The gradient of a sharded parameter, placed as the parameter is."""
     gradient = param.grad
     if not isinstance(gradient, DTensor):
         raise TypeError(

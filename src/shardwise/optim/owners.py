@@ -100,20 +100,16 @@ class Round:
 
 
 class OwnerPlan:
-    """Owners and rounds for tensors that the same members share.
+    """Owners and rounds for ``tensors``, by index, that ``world`` members share; the same on all of them.
 
-    Args:
-        tensors: by index. The same on all members.
-        world: the number of members.
-        cost: of a block.
-        fixed: owners that are already known.
+    ``cost``: of a block. ``fixed``: owners that are already known.
     """
 
     def __init__(
         self, tensors: dict[int, Placed], world: int, cost: BlockCost, fixed: Mapping[BlockKey, int]
     ) -> None:
         self._tensors = tensors
-        self._world = world
+        self.world = world
         self._regions: dict[tuple[Split, tuple[int, ...]], Region] = {}
         self._holders: dict[tuple[Split, int, Region], list[int]] = {}
         self.blocks = {
@@ -126,15 +122,15 @@ class OwnerPlan:
         everything = [block for blocks in self.blocks.values() for block in blocks]
         costs = {block.key: cost(block) for block in everything}
         owners = {key: owner for key, owner in fixed.items() if key in costs}
-        loads = [0.0] * self._world
+        loads = [0.0] * self.world
         for key, owner in owners.items():
             loads[owner] += costs[key]
         # Among equals, blocks with few possible owners first; then in the order of the tensors.
-        order = sorted(everything, key=lambda b: (-costs[b.key], len(self.holders(b)) or self._world, b.key))
+        order = sorted(everything, key=lambda b: (-costs[b.key], len(self.holders(b)) or self.world, b.key))
         for block in order:
             if block.key in owners:
                 continue
-            candidates = self.holders(block) or range(self._world)
+            candidates = self.holders(block) or range(self.world)
             owner = min(candidates, key=lambda member: (loads[member], member))
             owners[block.key] = owner
             loads[owner] += costs[block.key]
@@ -156,7 +152,7 @@ class OwnerPlan:
         if key not in self._holders:
             self._holders[key] = [
                 member
-                for member in range(self._world)
+                for member in range(self.world)
                 if self.region(tensor, member).intersection(block.region) == block.region
             ]
         return self._holders[key]
@@ -167,9 +163,9 @@ class OwnerPlan:
         """The blocks that each member owns in each round, whichever tensors are active.
 
         ``limit`` bounds the total ``size`` of an owner's blocks in one round, unless one block is larger.
-        Without a limit there is one round.
+        None: one round.
         """
-        owned: list[list[Block]] = [[] for _ in range(self._world)]
+        owned: list[list[Block]] = [[] for _ in range(self.world)]
         for blocks in self.blocks.values():
             for block in blocks:
                 owned[self.owners[block.key]].append(block)
@@ -185,7 +181,7 @@ class OwnerPlan:
     def round(self, owned: Sequence[Sequence[Block]], active: Collection[int], own: int) -> Round:
         """What member ``own`` does in a round for the tensors ``active``."""
         owned = [[block for block in each if block.key.tensor in active] for each in owned]
-        members = range(self._world)
+        members = range(self.world)
         return Round(
             owned=tuple(owned[own]),
             sent_there=[self._pieces(owned[owner], owner, own) for owner in members],

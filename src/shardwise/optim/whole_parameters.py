@@ -399,14 +399,9 @@ class WholeParameters(Optimizer):
 class _Instance:
     """An instance of the class, over this rank's parameters of one round.
 
-    Args:
-        make: the class, with its options.
-        by_group: the indices of parameters, by param group.
-        wholes: the whole parameters.
-        params: the caller's parameters, by index.
-        groups: the caller's param groups.
-        state: by the caller's parameters; gets the instance's initial state.
-        beside: state under other keys.
+    ``make``: the class, with its options. ``by_group``: indices of parameters, by param group. ``params``,
+    ``groups``, ``state``: the caller's; the state gets the instance's initial one. ``beside``: state under
+    other keys.
     """
 
     def __init__(
@@ -475,7 +470,7 @@ class _Instance:
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
                 for key, value in _hyperparameters(group).items()
-                if key not in groups[number] or not _are_equal(groups[number][key], value)
+                if key not in groups[number] or not are_equal(groups[number][key], value)
             }
             for number, group in zip(self._groups, own_groups, strict=True)
         }
@@ -498,11 +493,7 @@ class _Instance:
 
 
 class _Shards:
-    """This rank's parts of parameters and of their current gradients.
-
-    Raises:
-        TypeError: the named parameter has a gradient with an impossible placement.
-    """
+    """This rank's parts of parameters and of their current gradients."""
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         self._locals = [dtensor.plain(param).detach() for param in params]
@@ -633,15 +624,11 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) -> None:
-    """Add the changes of other instances.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Add the changes of other instances, which must be equal."""
     for number, values in changes.items():
         known = joint.setdefault(number, values)
         for key in {**known, **values}:
-            if key not in known or key not in values or not _are_equal(known[key], values[key]):
+            if key not in known or key not in values or not are_equal(known[key], values[key]):
                 raise ValueError(
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
@@ -650,11 +637,12 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                 )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether hyperparameters are equal; some are tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        return all(map(_are_equal, one, other))
+        return all(map(are_equal, one, other))
     return type(one) is type(other) and bool(one == other)
 
 

@@ -27,9 +27,8 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
-from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, each_once, entries_of
+from shardwise.state.named_state import check_at_rest, each_once, entries_of
 
 SHARD_BYTES = 1 << 30
 """The size of a file, and what a rank holds to write it."""
@@ -105,6 +104,15 @@ def save_safetensors(
     job.run(files, contents(), {**(metadata or {}), "format": "pt"})
 
 
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk: it survives a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """One file: its tensors and their dtypes."""
@@ -129,11 +137,8 @@ def _check_arguments(directory: Any, metadata: Any) -> None:
 def plan_files(
     caller: str, tensors: dict[str, Tensor], dtype: torch.dtype | None, limit: int
 ) -> list[ModelFile]:
-    """Distribute the tensors, in order, over files; floating-point ones become ``dtype``.
-
-    Raises:
-        ImportError, TypeError, ValueError: there is no safetensors, or ``dtype`` or ``limit`` is a wrong one.
-        TypeError: the format does not have a dtype.
+    """Distribute the tensors, in order, over files; floating-point ones become ``dtype``. Checks what is
+    given.
     """
     check_bytes(caller, "max_shard_bytes", limit)
     check_floating(caller, dtype)

@@ -31,7 +31,7 @@ from shardwise.state.loading import (
     load_from_one,
 )
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import entries_of
+from shardwise.state.named_state import entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class _Load:
         def write() -> None:
             pairs = iter(own.items()) if isinstance(own, dict) else own
             load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
-            self._targets.check_complete()
+            self._targets.refuse(self._targets.missing_problems())
 
         self._together(check)
         return self._written(write)
