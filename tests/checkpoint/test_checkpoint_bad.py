@@ -736,7 +736,7 @@ TypeError: shared is to be a dict with names as keys, not {1: 2}
 TypeError: shared is to be a dict with names as keys, not [1]
 ValueError: save_checkpoint: keep=0 of step-1: keep counts from 1, and needs names that end in a number, such as step-100.
 TypeError: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
-ValueError: save_checkpoint: RUN/.hidden: a checkpoint needs a name that does not start with a dot
+ValueError: save_checkpoint: RUN/.hidden: a checkpoint needs a name that does not start with a dot.
 ValueError: save_checkpoint: keep=1 of step-1x: keep counts from 1, and needs names that end in a number, such as step-100.""",
     )
 

@@ -106,7 +106,7 @@ def told_on_nothing(folder: str) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage().replace(folder, "RUN"))  # type: ignore[method-assign]
-    logger = logging.getLogger("shardwise.checkpoint.resume")
+    logger = logging.getLogger("shardwise.checkpoint.load")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

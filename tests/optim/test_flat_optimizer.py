@@ -1070,7 +1070,7 @@ def test_what_cannot_be_stepped_is_refused_by_name(world2: World) -> None:
         """\
 TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to .grad of sharded parameters, or None.
 ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.state.load_full_optimizer_state_dict.
-ValueError: FlatOptimizer: blocks.0.up.weight appears twice in group 0 of AdamW, and would be stepped twice. Leave one out.""",
+ValueError: FlatOptimizer: group 0 of AdamW has blocks.0.up.weight twice, and would step it twice. Leave one out.""",
     )
 
 

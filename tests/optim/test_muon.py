@@ -539,7 +539,7 @@ TypeError: Muon: params contain a str, where a parameter is expected.
 ValueError: Muon: algorithm of a param group is 'sgd'; pass 'muon' or 'adamw'.
 ValueError: Muon: a param group sets lr, and has both matrices and other parameters, for which these mean different things. Give matrices and others groups of their own, or set them with lr= and adamw={'lr': ...}.
 ValueError: bias has shape (4,): it is neither a matrix, of 2 dims, nor a stack of matrices, of 3. Leave it out, or view it as a matrix.
-ValueError: Muon: parameter 1 of group 0 appears twice in group 0, and would be stepped twice.
+ValueError: Muon: group 0 has a parameter of shape (4, 4) twice, and would step it twice. Leave one out.
 ValueError: up: its row blocks are (2, 3), where positive numbers that add up to its 4 rows (shape (4, 4)) are expected.
 ValueError: up has dtype torch.complex64; only matrices of floating numbers are supported.""",
     )

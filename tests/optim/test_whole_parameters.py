@@ -819,14 +819,6 @@ def a_sharded_state() -> Any:
     of(*model.parameters(), kind=torch.optim.AdamW).load_state_dict(sharded.state_dict())
 
 
-def two_optimizers_over_one_parameter() -> Any:
-    model = Way(2).model()
-    optimizers = [of(*model.parameters()), of(model.inlet.weight, kind=Lists)]
-    set_gradients(model, 0)
-    for optimizer in optimizers:
-        optimizer.step()
-
-
 def sharded_after_it() -> Any:
     model = built("uneven")
     optimizer = of(*model.parameters())
@@ -865,7 +857,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "another group on a rank": another_group_on_a_rank,
     "gradients on one rank": gradients_on_one_rank,
     "a sharded state": a_sharded_state,
-    "two optimizers over one parameter": two_optimizers_over_one_parameter,
     "sharded after it": sharded_after_it,
     "gradients that wait": gradients_that_wait,
 }
@@ -968,11 +959,6 @@ A SHARDED STATE
 ValueError: inlet.weight: 'exp_avg' in its state is a DTensor, where
 WholeParameters has state whole, on one rank. Load sharded states with
 shardwise.load_checkpoint, or full ones.
-
-TWO OPTIMIZERS OVER ONE PARAMETER
-ValueError: inlet.weight: another WholeParameters, which is still
-there, has stepped it. Delete that one and what holds it, such as a
-scheduler, or leave the parameter out of one of them.
 
 SHARDED AFTER IT
 RuntimeError: inlet.weight: this is the full parameter, as it was

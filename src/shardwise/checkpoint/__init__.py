@@ -7,9 +7,8 @@ resume               find and load that checkpoint
 """
 
 from shardwise.checkpoint.folders import latest_checkpoint
-from shardwise.checkpoint.load import Loaded, load_checkpoint
+from shardwise.checkpoint.load import Loaded, load_checkpoint, resume
 from shardwise.checkpoint.pending import PendingSave
-from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.save import save_checkpoint
 
 __all__ = ["Loaded", "PendingSave", "latest_checkpoint", "load_checkpoint", "resume", "save_checkpoint"]

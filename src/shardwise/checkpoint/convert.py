@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.arguments import check_bytes, check_floating
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.load import opened
 from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest
@@ -20,8 +18,8 @@ from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.agreement import RankGroup
-from shardwise.state.export import SHARD_BYTES, FileJob, plan_files
-from shardwise.state.model_files import ModelFiles, import_safetensors
+from shardwise.state.export import SHARD_BYTES, FileContents, FileJob, plan_files
+from shardwise.state.model_files import ModelFiles
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")
 """Where programs put the model in a checkpoint of ``torch.distributed.checkpoint``, if not at the top."""
@@ -36,7 +34,7 @@ def to_safetensors(
     max_shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
 ) -> list[str]:
-    """Write the model of a checkpoint in the layout of Hugging Face.
+    """Write the model of a checkpoint in the layout of Hugging Face; returns names of what was left out.
 
     Args:
         source: a folder that ``save_checkpoint`` or ``torch.distributed.checkpoint`` wrote, on any number of
@@ -47,15 +45,6 @@ def to_safetensors(
         dtype: convert floating-point tensors to it.
         max_shard_bytes: size of a file, unless one tensor is larger; what is in memory at a time.
         verify: check the digests of what is read, where the checkpoint has them.
-
-    Returns:
-        Names of what was left out: values that are not tensors, and states of ``get_extra_state``.
-
-    Raises:
-        FileNotFoundError, ValueError, PermissionError: ``source`` is not a checkpoint, is damaged, or has no
-            model at ``key``.
-        FileExistsError: there are safetensors files in ``directory``.
-        ImportError, TypeError, RuntimeError: as by :func:`shardwise.state.save_safetensors`.
     """
     with ExitStack() as stack:
         manifest = opened(stack, source, verify, trust=False)
@@ -80,11 +69,6 @@ def zero_to_safetensors(
 ) -> None:
     """Write the weights of a checkpoint of DeepSpeed's ZeRO: the trained ones as the optimizer has them, in
     float32, frozen ones and buffers as the model has them. Tied parameters are written once.
-
-    Arguments and errors as of :func:`to_safetensors`, and:
-
-    Raises:
-        NotImplementedError: the model was split by tensor or pipeline parallelism.
     """
     files = ZeroFiles(source)
     _write(
@@ -100,22 +84,16 @@ def _write(
     max_shard_bytes: int,
 ) -> None:
     """Write ``tensors``, of the meta device, with the values that ``read`` returns for their names."""
-    check_bytes("convert", "max_shard_bytes", max_shard_bytes)
-    check_floating("convert", dtype)
-    import_safetensors()
     files = plan_files("convert", tensors, dtype, max_shard_bytes)
-    job = FileJob("convert", directory, [], torch.device("cpu"))
-    job.run_on_all_ranks(job.prepare)
-    try:
+
+    def contents() -> Iterator[list[FileContents]]:
         for file in files:
             values, own = read(file.names)[::-1], {}
             for name, kind in zip(file.names, file.dtypes, strict=True):
                 own[name] = values.pop().to(kind).contiguous()
-            job.run_on_all_ranks(partial(job.write, [(file, own)], {"format": "pt"}))
-        job.run_on_all_ranks(lambda: job.finish(files))
-    except BaseException:
-        job.clear()
-        raise
+            yield [(file, own)]
+
+    FileJob("convert", directory, [], torch.device("cpu")).run(files, contents(), {"format": "pt"})
 
 
 def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
@@ -138,30 +116,13 @@ def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
 
 
 def from_safetensors(source: Path, path: Path) -> None:
-    """Write a checkpoint with the model of safetensors files, for ``load_checkpoint(path, model)``.
-
-    The files are mapped into memory, and read while they are written.
-
-    Args:
-        source: a folder in the layout of Hugging Face, an index, or one file.
-        path: the folder of the checkpoint. A checkpoint that is there is replaced once the new one is
-            complete.
-
-    Raises:
-        RuntimeError: files are missing or damaged, or the checkpoint could not be written.
-        ImportError: the package safetensors is missing.
-        ValueError: ``path`` has a name that no checkpoint may have.
+    """Write a checkpoint at ``path`` with the model of safetensors files (a folder in the layout of Hugging
+    Face, an index, or one file), which are mapped into memory, and read while they are written.
     """
-    if not path.name or path.name.startswith("."):
-        raise ValueError(f"convert: {path}: a checkpoint needs a name that does not start with a dot.")
+    folders.check_name("convert", path)
     with ExitStack() as stack:
-        files = ModelFiles(source, stack).whole()
-        model = dict(_tensors_of(files))
+        files = ModelFiles(source, stack)
+        model = {name: files.read(name, Region.all_of(facts.shape)) for name, facts in files.facts.items()}
         state: dict[str, Any] = {"model": model, STATES: {}, "shared": {}}
         state[INFO] = {"world_size": 1, "optimizers": [], HAS_DIGESTS: True}
         write(RankGroup(None), folders.absolute(path), state, keep=None, is_staged=True)
-
-
-def _tensors_of(files: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, facts in files.facts.items():
-        yield name, files.read(name, Region((0,) * len(facts.shape), facts.shape))

@@ -149,43 +149,33 @@ def write_digests(folder: Path, save: str | None, metadata: bytes, files: Mappin
 # --- reading --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Digests:
-    """The contents of `.digests`."""
-
-    save: str | None
-    host: str
-    files: dict[str, Sums]
-
-    @classmethod
-    def read(cls, folder: "OpenFolder", metadata: bytes) -> "Digests | None":
-        """Read it, and verify `metadata`, the content of the index; None: there is none."""
-        if folder.size(DIGESTS) is None:
-            return None
-        with folder.open(DIGESTS) as file:
-            content = file.read()
-        line, _, rest = content.partition(b"\n")
-        if rest != sha256(line).hexdigest().encode() + b"\n":
-            raise ValueError(
-                f"{folder.path} is damaged: {DIGESTS} is not what was written, so the other files cannot be "
-                "checked. Load an earlier checkpoint; verify=False loads this one as it is."
-            )
-        told = json.loads(line)
-        if told["metadata"] != {"bytes": len(metadata), "sha256": sha256(metadata).hexdigest()}:
-            raise ValueError(
-                f"{folder.path} is damaged: .metadata is not what was written, or is that of another save. "
-                "It lists all keys; load an earlier checkpoint."
-            )
-        return cls(told["save"], told["host"], {name: _sums(each) for name, each in told["files"].items()})
-
-    def lengths(self) -> dict[str, int]:
-        """The length of each file."""
-        return {name: sums.num_bytes for name, sums in self.files.items()}
+Digests = dict[str, Sums]
+"""By file."""
 
 
-def _sums(told: dict[str, Any]) -> Sums:
-    text = told["crc32"]
-    return Sums(told["ends"], [int(text[at : at + 8], 16) for at in range(0, len(text), 8)])
+def read_digests(folder: "OpenFolder", metadata: bytes) -> Digests | None:
+    """Read `.digests`, and verify `metadata`, the content of the index; None: there is none."""
+    if folder.size(DIGESTS) is None:
+        return None
+    with folder.open(DIGESTS) as file:
+        content = file.read()
+    line, _, rest = content.partition(b"\n")
+    if rest != sha256(line).hexdigest().encode() + b"\n":
+        raise ValueError(
+            f"{folder.path} is damaged: {DIGESTS} is not what was written, so the other files cannot be "
+            "checked. Load an earlier checkpoint; verify=False loads this one as it is."
+        )
+    told = json.loads(line)
+    if told["metadata"] != {"bytes": len(metadata), "sha256": sha256(metadata).hexdigest()}:
+        raise ValueError(
+            f"{folder.path} is damaged: .metadata is not what was written, or is that of another save. "
+            "It lists all keys; load an earlier checkpoint."
+        )
+    files = {name: (each["ends"], each["crc32"]) for name, each in told["files"].items()}
+    return {
+        name: Sums(ends, [int(text[at : at + 8], 16) for at in range(0, len(text), 8)])
+        for name, (ends, text) in files.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ def damaged(
     found: list[str] = []
     for name, wanted in records.items():
         with folder.open(name, buffering=0) as file:
-            sums = None if digests is None else digests.files[name]
+            sums = None if digests is None else digests[name]
             found += _damaged_zips(name, file, wanted) if sums is None else _damaged(name, file, wanted, sums)
     return found
 

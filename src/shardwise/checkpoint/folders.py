@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
-from shardwise.state.disk import sync
+from shardwise.state.export import sync
 
 
 def _hidden(path: Path, token: str, kind: str) -> Path:
@@ -66,6 +66,12 @@ def given(caller: str, path: Any) -> Path:
         )
     check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
     return absolute(path)
+
+
+def check_name(caller: str, path: Path) -> None:
+    """Refuse a name that no checkpoint may have: hidden folders are those of saves."""
+    if not path.name or path.name.startswith("."):
+        raise ValueError(f"{caller}: {path}: a checkpoint needs a name that does not start with a dot.")
 
 
 @dataclass(frozen=True)
@@ -231,11 +237,6 @@ class OpenFolder:
 
 
 # --- one save -------------------------------------------------------------------------------------
-
-
-def missing_parents(path: Path) -> list[Path]:
-    """The folders above `path` that a save to it has to make, deepest first."""
-    return [each for each in path.parents if not each.exists()]
 
 
 def prepare(save: Save) -> None:

@@ -26,8 +26,8 @@ from shardwise.checkpoint.digests import DIGESTS
 from shardwise.checkpoint.folders import METADATA, OpenFolder
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.layout.fqns import listed
-from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.disk import sync
+from shardwise.ranks.agreement import RankGroup
+from shardwise.state.export import sync
 
 _CHUNK = 16 << 20  # bytes of a file that are in flight between two hosts
 
@@ -104,6 +104,14 @@ class Hosts:
         of_hosts = self._of_hosts(self._rank_group.run_on_all_ranks(look))
         found = dict.fromkeys(name for of_host in of_hosts for name in of_host)
         return {name: [of_host.get(name) for of_host in of_hosts] for name in found}
+
+    def newest(self, directory: Path, other: Path | None) -> Path | None:
+        """The newest complete checkpoint in `directory`; None if there is none that is as new as `other`."""
+        complete = [name for name, held in self.held(directory).items() if complete_save(held) is not None]
+        newest = max(filter(folders.numbered, complete), key=folders.newness, default=None)
+        if newest is None or (other is not None and folders.newness(newest) < folders.newness(other.name)):
+            return None
+        return directory / newest
 
     def open(self, files: ExitStack, path: Path, held: Sequence[Held | None]) -> "LocalFolder":
         """The complete save among those that hosts hold at `path`; those without it get its index."""
@@ -274,7 +282,7 @@ def _held(place: Path) -> Held | None:
         return None
     if manifest.digests is None:
         return None
-    lengths = manifest.digests.lengths()
+    lengths = {name: sums.num_bytes for name, sums in manifest.digests.items()}
     return Held(manifest.identity, _data_files(place), lengths)
 
 

@@ -1,5 +1,6 @@
-"""``load_checkpoint``."""
+"""``load_checkpoint`` and ``resume``."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.arguments import check_flags, check_module
+from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
-from shardwise.checkpoint.pending import all_ranks, saves_of
+from shardwise.checkpoint.pending import begin
 from shardwise.checkpoint.reading import check_records, files_for, read, read_objects
 from shardwise.checkpoint.stateful import (
     STATES,
@@ -37,12 +38,14 @@ from shardwise.state.named_state import (
     Optimizers,
     StatePath,
     as_optimizers,
+    entries_of,
     kind_of,
     parameter_names,
 )
-from shardwise.state.names import StateEntry, entries_of
 from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
 from shardwise.torch_compat import dtensor
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,15 +152,13 @@ def load_checkpoint(
         loaded = load_checkpoint("run/step-100", model, optimizer)
         first_step = loaded.shared["step"] + 1
     """
-    rank_group = all_ranks()
-    if (last := saves_of(rank_group).last) is not None:
-        last.end_before_next()
+    rank_group, saves = begin()
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
         place = folders.given("load_checkpoint", path)
         check_flags("load_checkpoint", local=local)
-        return place, *checked("load_checkpoint", model, optimizer, states, flags)
+        return place, *_checked("load_checkpoint", model, optimizer, states, flags)
 
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
     told = {
@@ -168,7 +169,7 @@ def load_checkpoint(
     rank_group.agree("load_checkpoint", told | flags | {"local": local})
     with ExitStack() as files:
         if local:
-            hosts = Hosts(saves_of(rank_group).rank_group_in_background(rank_group), place.parent)
+            hosts = Hosts(saves.rank_group_in_background(rank_group), place.parent)
             folder = hosts.open(files, place, hosts.held(place.parent, [place.name]).get(place.name, []))
             manifest = rank_group.run_on_all_ranks(lambda: Manifest.read(folder, verify, trust))
         else:
@@ -176,7 +177,87 @@ def load_checkpoint(
         return _load(rank_group, manifest, model, optimizers, stateful, **flags)
 
 
-def checked(
+@monitored
+def resume(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OptimizerOrMany | None = None,
+    *,
+    states: dict[str, Any] | None = None,
+    strict: bool = True,
+    convert_dtype: bool = False,
+    verify: bool = True,
+    trust: bool = False,
+    local: str | os.PathLike[str] | None = None,
+) -> Loaded:
+    """Load the newest complete checkpoint in `directory`, if there is one.
+
+    Collective over all ranks of the default process group. The first rank looks for the checkpoint, as
+    :func:`latest_checkpoint` does, and all ranks load that one. If there is none, or no `directory`, nothing
+    is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty. The first rank logs which
+    checkpoint it found, or that it found none.
+
+    Args:
+        directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
+        model: see :func:`load_checkpoint`, also for the following arguments.
+        optimizer: one, or several.
+        states: objects whose states are loaded, by name.
+        strict: False allows names to be missing on either side.
+        convert_dtype: convert floating-point tensors of another dtype.
+        verify: compare the data with its digests.
+        trust: create objects of any class, which can run any code.
+        local: a folder of each host's own with checkpoints of `save_checkpoint(..., local=True)`. The newest
+            one of which all files are left on some host is loaded, unless `directory` has a newer one.
+
+    Returns:
+        What was loaded besides the model and the optimizer. Its `step` is the one that was saved.
+
+    Raises:
+        ValueError: `directory` is itself a checkpoint, or not the same on all ranks; or as
+            :func:`load_checkpoint` raises.
+        FileNotFoundError: a rank's host does not see the checkpoint that the first rank has found.
+        PermissionError: this process may not read it.
+
+    Example::
+
+        step = resume("run", model, optimizer).step
+        while step < 1000:
+            train_step(model, optimizer)
+            step += 1
+            if step % 100 == 0:
+                save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step})
+    """
+    rank_group, saves = begin()
+    flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
+
+    def check() -> Path:
+        """Also of what is used only if there is a checkpoint: a mistake shows in the first run."""
+        wanted = "a folder of checkpoints, as a str or a Path"
+        check_type("resume", "directory", directory, wanted, str, os.PathLike)
+        check_type("resume", "local", local, wanted, str, os.PathLike, type(None))
+        _checked("resume", model, optimizer, states, flags)
+        return folders.absolute(directory)
+
+    place = rank_group.run_on_all_ranks(check)
+    rank_group.agree("resume", {"directory": str(place), "local": local is not None})
+    found = rank_group.run_on_all_ranks(
+        lambda: folders.newest("resume", place) if rank_group.is_first else None, says_rank=False
+    )
+    latest: Path | None = rank_group.broadcast_object(found, 0)
+    newer = None
+    if local is not None:
+        hosts = Hosts(saves.rank_group_in_background(rank_group), folders.absolute(local))
+        newer = hosts.newest(folders.absolute(local), latest)
+    if rank_group.is_first:
+        _log.info("resume: %s", newer or latest or f"no checkpoint in {place}")
+    if newer is not None:
+        return load_checkpoint(newer, model, optimizer, states=states, local=True, **flags)
+    if latest is None:
+        return Loaded(None, {}, None, None)
+    return load_checkpoint(latest, model, optimizer, states=states, **flags)
+
+
+def _checked(
     caller: str,
     model: nn.Module,
     optimizer: OptimizerOrMany | None,
@@ -202,7 +283,7 @@ def _load(
 ) -> Loaded:
     _refuse_other_saves(rank_group, manifest)
     rank_group.on_first(manifest.check)
-    entries = rank_group.run_on_all_ranks(lambda: _entries(model))
+    entries = rank_group.run_on_all_ranks(lambda: entries_of(model))
     all_names = {name for each in rank_group.distinct(list(entries), list(entries)) for name in each}
     small = _small_keys(manifest, rank_group.rank, stateful)
     manifest.folder.fetch(manifest.files_of(small))
@@ -213,8 +294,14 @@ def _load(
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
             return []
-        saved = _saved_state(manifest, values)
-        _refuse_other_kinds(manifest, optimizers, info.get("optimizers"))
+        saved, own = _saved_state(manifest, values), list(map(kind_of, optimizers))
+        kinds = info.get("optimizers")
+        if kinds is not None and not set(own) <= set(kinds):
+            raise ValueError(
+                f"{manifest.path} holds the state of {listed(kinds)}, but is loaded into {listed(own)}. One "
+                "kind of optimizer cannot use the state of another: build the same kind, or load only the "
+                "model."
+            )
         return plan_optimizers(saved, optimizers, parameter_names(model), strict)
 
     targets = LoadTargets(str(manifest.path), entries, strict, convert_dtype, ValueError)
@@ -236,14 +323,10 @@ def _load(
         coming = [entry.value for entry in entries.values()]
         rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", coming))
         reading.plans = _planned_on_meta(rank_group, model, plan)
-        targets.entries = rank_group.run_on_all_ranks(lambda: _entries(model))
+        targets.entries = rank_group.run_on_all_ranks(lambda: entries_of(model))
     _fill(rank_group, reading)
     missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
     return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
-
-
-def _entries(model: nn.Module) -> dict[str, StateEntry]:
-    return {entry.name: entry for entry in entries_of(model)}
 
 
 def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> None:
@@ -355,15 +438,6 @@ def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
         },
         is_checkpoint=True,
     )
-
-
-def _refuse_other_kinds(manifest: Manifest, optimizers: Optimizers, saved: list[str] | None) -> None:
-    own = list(map(kind_of, optimizers))
-    if saved is not None and not set(own) <= set(saved):
-        raise ValueError(
-            f"{manifest.path} holds the state of {listed(saved)}, but is loaded into {listed(own)}. One "
-            "kind of optimizer cannot use the state of another: build the same kind, or load only the model."
-        )
 
 
 def _loaded(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged
+from shardwise.checkpoint.digests import DIGESTS, Digests, Wanted, damaged, read_digests
 from shardwise.layout.fqns import listed
 from shardwise.layout.regions import Region, why_not_covered
 from shardwise.state.loading import ShapeAndDtype
@@ -48,7 +48,7 @@ class Manifest:
         path = folder.path
         with folder.open(folders.METADATA) as file:
             content = file.read()
-        digests = Digests.read(folder, content) if verify else None
+        digests = read_digests(folder, content) if verify else None
         metadata = _unpickled(path, content, trust)
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
             raise ValueError(
@@ -177,7 +177,7 @@ class Manifest:
         for info in records:
             end = info.offset + info.length
             needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
-        exact = {} if self.digests is None else self.digests.lengths()
+        exact = {name: sums.num_bytes for name, sums in (self.digests or {}).items()}
         wrong = []
         for name, length in sorted(needed.items()):
             size = self.folder.size(name)

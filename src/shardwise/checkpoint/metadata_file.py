@@ -53,12 +53,7 @@ class Untrusted(ValueError):
 
 
 def read_metadata(content: bytes) -> Metadata:
-    """The index of a checkpoint.
-
-    Raises:
-        Untrusted: it names something that is not torch's index.
-        Exception: it is not one at all.
-    """
+    """The index of a checkpoint; refuses as Untrusted what names something else."""
     made = _made(_Unpickler(io.BytesIO(content)).load())
     if not isinstance(made, Metadata):
         raise TypeError(f"it holds a {type(made).__name__} where a Metadata should be")

@@ -79,7 +79,7 @@ class PendingSave:
         if self._failure is not None and not self._was_told:
             self._was_told = True
             text = f"the save before this one failed: {self._failure[1]}"
-            warnings.warn(text, RuntimeWarning, stacklevel=6)  # over the frames of three decorators
+            warnings.warn(text, RuntimeWarning, stacklevel=7)  # over `begin` and three decorators
 
 
 class Saves:
@@ -106,11 +106,10 @@ _saves_by_group: WeakKeyDictionary[dist.ProcessGroup, Saves] = WeakKeyDictionary
 _saves_alone = Saves()
 
 
-def all_ranks() -> RankGroup:
-    """All ranks of the default process group; without one, this process."""
-    return RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-
-
-def saves_of(rank_group: RankGroup) -> Saves:
-    """The saves of these ranks so far."""
-    return _saves_alone if rank_group.pg is None else _saves_by_group.setdefault(rank_group.pg, Saves())
+def begin() -> tuple[RankGroup, Saves]:
+    """All ranks of the default process group, or this process alone, once their last save has ended."""
+    pg = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    saves = _saves_alone if pg is None else _saves_by_group.setdefault(pg, Saves())
+    if saves.last is not None:
+        saves.last.end_before_next()
+    return RankGroup(pg), saves

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -105,10 +106,11 @@ def _made(manifest: Manifest, key: str, value: io.BytesIO, trust: bool) -> Any:
         raise
 
 
-def unsafe_names(value: io.BytesIO) -> list[str]:
+def unsafe_names(value: io.BytesIO | Path) -> list[str]:
     """The classes in a pickle that torch does not allow; empty if that is unknown."""
-    value.seek(0)
     try:
+        if isinstance(value, io.BytesIO):
+            value.seek(0)
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(value))
     except Exception:
         return []

@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, is_extra_state
-from shardwise.checkpoint.pending import PendingSave, all_ranks, saves_of
+from shardwise.checkpoint.pending import PendingSave, begin
 from shardwise.checkpoint.stateful import (
     STATES,
     as_whole,
     check_objects,
-    copied,
     extra_written,
     refuse_shards,
     refuse_shards_in_tuples,
@@ -36,12 +35,13 @@ from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     OptimizerOrMany,
     as_optimizers,
+    entries_of,
     kind_of,
+    named_parameters,
     parameter_names,
     staged,
     state_of,
 )
-from shardwise.state.names import entries_of, parameters_of
 
 # --- saving ---------------------------------------------------------------------------------------
 
@@ -117,10 +117,7 @@ def save_checkpoint(
         ...
         step = resume("run", model, optimizer, states=beside).step
     """
-    rank_group = all_ranks()
-    saves = saves_of(rank_group)
-    if saves.last is not None:
-        saves.last.end_before_next()
+    rank_group, saves = begin()
 
     def check() -> Path:
         check_module("save_checkpoint", model)
@@ -153,7 +150,12 @@ def save_checkpoint(
     pending = PendingSave(place)
     writers = saves.rank_group_in_background(rank_group) if asynchronous or local else rank_group
     if asynchronous:
-        in_host_memory = rank_group.run_on_all_ranks(lambda: _copied(state))
+        in_host_memory = rank_group.run_on_all_ranks(
+            lambda: {
+                k: deepcopy(part) if k in ("shared", "per_rank") else staged(part)
+                for k, part in state.items()
+            }
+        )
         saves.last = pending  # not before: if copying fails, nothing ends it
         pending.run_in_thread(
             partial(write, writers, place, in_host_memory, keep, is_staged=True, local=local)
@@ -176,8 +178,7 @@ def _state(
     keep: int | None,
 ) -> dict[str, Any]:
     """This rank's state for the checkpoint. Tensors are not copied."""
-    if not path.name or path.name.startswith("."):
-        raise ValueError(f"save_checkpoint: {path}: a checkpoint needs a name that does not start with a dot")
+    folders.check_name("save_checkpoint", path)
     check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
@@ -190,10 +191,11 @@ def _state(
             "a complete checkpoint before saving."
         )
     optimizers = as_optimizers(optimizer)
-    own = {each.name: each.value.detach() if each.is_tensor else each.value for each in entries_of(model)}
+    entries = entries_of(model).items()
+    own = {name: each.value.detach() if each.is_tensor else each.value for name, each in entries}
     state: dict[str, Any] = {"model": own}
-    for name in filter(is_extra_state, state["model"]):
-        state["model"][name] = extra_written(state["model"][name], ("model", name))
+    for name in filter(is_extra_state, own):
+        own[name] = extra_written(own[name], ("model", name))
     if optimizers:
         state["optimizer"] = state_of(optimizers, parameter_names(model))
         refuse_shards_in_tuples(state["optimizer"])
@@ -218,13 +220,6 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
     return {key: as_whole(value) for key, value in extras.items()}
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state` in host memory."""
-    own = {name: staged(part) for name, part in state.items() if name in ("model", "optimizer")}
-    own[STATES] = copied(state[STATES])
-    return own | {name: deepcopy(part) for name, part in state.items() if name not in own}
-
-
 Whole = tuple[int, bool]
 """Of a parameter that a rank has whole: its checksum, and whether it is in `per_rank` as well."""
 
@@ -239,7 +234,7 @@ def _whole_parameters(model: nn.Module, per_rank: dict[str, Any] | None) -> dict
 
     own = {
         name: number
-        for name, param in parameters_of(model)
+        for name, param in named_parameters(model)
         if param.requires_grad and not isinstance(param, DTensor) and (number := number_of(param)) is not None
     }
     kept = {number_of(tensor) for _, tensor in tensors_in(per_rank)} if own else set()

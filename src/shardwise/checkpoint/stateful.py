@@ -15,7 +15,6 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +26,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import unsafe_names
 from shardwise.layout.fqns import listed
 from shardwise.state.loading import LoadTargets, ShapeAndDtype
-from shardwise.state.named_state import StatePath, staged
-from shardwise.state.names import StateEntry
+from shardwise.state.named_state import StateEntry, StatePath
 from shardwise.torch_compat import dtensor
 
 STATES = "states"  # their key in a checkpoint
@@ -222,15 +220,6 @@ def _has_no_tensors(value: Any) -> bool:
     return next(tensors_in(value), None) is None
 
 
-def copied(value: Any) -> Any:
-    """A copy of what :func:`states_of` gave, in host memory."""
-    if isinstance(value, Tensor):
-        return staged(value)
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if isinstance(value, list) else deepcopy(value)
-
-
 # --- what is read ---------------------------------------------------------------------------------
 
 
@@ -289,7 +278,7 @@ def plan_states(
         plans.append(plan)
         for place, tensor in tensors.items():
             label = ".".join(map(str, (name, *place)))
-            entries[label] = StateEntry(label, label, tensor, True)
+            entries[label] = StateEntry(label, tensor, True)
         for place, key in saved.items():
             label, found = ".".join(map(str, (name, *place))), manifest.facts(key)
             entry = entries.get(label)

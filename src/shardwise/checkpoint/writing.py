@@ -12,7 +12,7 @@ from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.agreement import RankGroup
-from shardwise.state.disk import sync
+from shardwise.state.export import sync
 
 
 def write(
@@ -29,7 +29,7 @@ def write(
     """
     save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
     explain = partial(_why_not_written, save, rank_group.rank)
-    made = rank_group.run_on_all_ranks(lambda: folders.missing_parents(path))
+    made = rank_group.run_on_all_ranks(lambda: [each for each in path.parents if not each.exists()])
     with folders.running(save.token):
         try:
             hosts = Hosts(rank_group, path.parent) if local else None
@@ -52,7 +52,8 @@ def write(
             if keep is not None:
                 folders.remove_older(save, keep)
 
-        once(tidy, partial(_why_not_tidied, path))
+        saved = f"{path} is saved, but what it replaces could not be removed"
+        once(tidy, lambda error: f"{saved}: {type(error).__name__}: {error}")
 
 
 def _check(folder: Path) -> None:
@@ -127,10 +128,6 @@ def _write_files(
     plan = rank_group.scatter_objects(all_plans)
     results: Any = rank_group.gather_objects(rank_group.run_on_all_ranks(write_own, explain, says_rank=False))
     rank_group.on_first(finish, explain)
-
-
-def _why_not_tidied(path: Path, error: Exception) -> str:
-    return f"{path} is saved, but what it replaces could not be removed: {type(error).__name__}: {error}"
 
 
 def _why_not_written(save: Save, rank: int, error: Exception) -> str:

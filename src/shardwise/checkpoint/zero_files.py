@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.reading import unsafe_names
 from shardwise.layout.fqns import clean, listed, listed_ranks
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)_model_states\.pt")
@@ -59,12 +60,7 @@ class ZeroFiles:
     """A checkpoint of ZeRO: ``tensors``, on the meta device, and their values."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files into memory.
-
-        Raises:
-            ValueError: a file is missing, or holds what cannot be read without DeepSpeed.
-            NotImplementedError: the model was split by tensor or pipeline parallelism.
-        """
+        """Map the files into memory."""
         self._folder = folder
         models, optimizers = _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER)
         self._models = [_loaded(models[rank]) for rank in sorted(models)]
@@ -169,18 +165,11 @@ def _loaded(path: Path) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            others = [name for name in _unsafe_names(path) if name not in _CLASSES]
+            others = [name for name in unsafe_names(path) if name not in _CLASSES]
             why = f"it may be damaged ({str(error).splitlines()[0]})."
             if others:
                 why = f"making objects of {listed(others)} could run any code. Save without client_state."
             raise ValueError(f"convert: {path} cannot be read: {why}") from error
-
-
-def _unsafe_names(path: Path) -> list[str]:
-    try:
-        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:
-        return []
 
 
 def _stretch(parts: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import Finish, waiting_for
+from shardwise.layout.chunks import stretches
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split, cuts_in_order
 from shardwise.ranks.model_ranks import own_rank
@@ -59,7 +60,7 @@ def sharding_of(tensor: DTensor) -> Split:
 def own_region(tensor: Tensor) -> Region:
     """The part of a full tensor that this rank holds; all of it if ``tensor`` is not a DTensor."""
     if not isinstance(tensor, DTensor):
-        return Region((0,) * tensor.dim(), tuple(tensor.shape))
+        return Region.all_of(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return sharding_of(tensor).region(coordinate)
@@ -70,15 +71,7 @@ def own_region(tensor: Tensor) -> Region:
 
 def batches(tensors: Sequence[Tensor], limit: int, dtypes: Sequence[torch.dtype]) -> Iterator[range]:
     """Ranges of ``tensors`` whose full bytes stay below ``limit``, or single tensors."""
-    start = size = 0
-    for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        num_bytes = tensor.numel() * dtype.itemsize
-        if index > start and size + num_bytes > limit:
-            yield range(start, index)
-            start, size = index, 0
-        size += num_bytes
-    if start < len(tensors):
-        yield range(start, len(tensors))
+    return stretches([t.numel() * d.itemsize for t, d in zip(tensors, dtypes, strict=True)], limit)
 
 
 @torch.no_grad()

@@ -114,10 +114,7 @@ class Placeholder:
         self._register(self.original)
 
     def settle(self) -> str | None:
-        """Take over what was written, and register the original again; returns a problem, if any.
-
-        No communication. The full tensor is dropped.
-        """
+        """Take over what was written, and register the original again; returns a problem, if any. Local."""
         shown, self._shown = self._shown, None
         found = [site.entries.get(site.name) for site in self.sites]
         self._register(self.original)

@@ -5,6 +5,7 @@ chunk_range(10, 4, r)    [0, 3)  [3, 6)  [6, 9)  [9, 10)
 chunk_range(4, 3, r)     [0, 2)  [2, 4)  [4, 4)                fewer chunks than ranks
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,18 @@ def chunk_range(size: int, count: int, index: int) -> tuple[int, int]:
     chunk = chunk_size(size, count)
     start = min(index * chunk, size)
     return start, min(start + chunk, size)
+
+
+def stretches(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Ranges of items whose ``sizes`` add up to at most ``limit``, or of a single item."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > limit:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
 
 
 def chunk_of(value: Tensor, dim: int, count: int, index: int) -> Tensor:

@@ -45,9 +45,8 @@ ALONE = Axis(None, 1, 0)
 
 
 def all_reduce_max(values: torch.Tensor, axes: Sequence[Axis]) -> None:
-    """The elementwise maximum over all ranks that ``axes`` connect, in place; the same on all of them.
-
-    ``axes`` must be in the same order on all ranks.
+    """The elementwise maximum over all ranks that ``axes``, in one order, connect; in place, the same on
+    all.
     """
     # From the first to the last and back, so that ranks of overlapping axes agree.
     for axis in [*axes, *axes[-2::-1]]:
@@ -124,10 +123,8 @@ class ShardMesh:
     def placements_of(
         self, tensor: torch.Tensor, dim: int, where: str
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Mesh and placements of the shard of ``tensor``, sharded on ``dim``.
-
-        Raises:
-            ValueError: ``tensor`` is a DTensor whose mesh does not fit this one.
+        """Mesh and placements of the shard of ``tensor``, sharded on ``dim``; refuses a mesh that does not
+        fit.
         """
         shard: Placement = Shard(dim) if tensor.dim() else Replicate()
         placed: list[Placement] = [shard if role == "shard" else Replicate() for role in self.roles]
@@ -256,14 +253,8 @@ def _strided(
 def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
     """Check ``mesh``, or make the default one over all ranks, and find this rank's place in it.
 
-    ``dims`` has ``shard`` and ``replicate``: names of dimensions, tuples of them, or None. Without it a
-    mesh of one dimension shards; one of two replicates over the first and shards over the second.
-
-    Raises:
-        TypeError: ``mesh`` is not a DeviceMesh, or ``dims`` names no dimensions.
-        RuntimeError: there is no process group, or no device of the mesh's type.
-        ValueError: this rank is not in the mesh, its back end does not support its device, or the dimensions
-            do not fit.
+    ``dims`` has ``shard`` and ``replicate``: names of dimensions, tuples of them, or None. Without it a mesh
+    of one dimension shards; one of two replicates over the first and shards over the second.
     """
     if mesh is None:
         if dims is not None:
@@ -378,9 +369,6 @@ def default_device_type(caller: str) -> str:
     """The device type to train on: the accelerator if the default process group is made for it, or "cpu".
 
     A group that was asked for as "gloo" is one of the host: gloo first copies what is on an accelerator.
-
-    Raises:
-        RuntimeError: there is no process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

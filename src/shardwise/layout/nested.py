@@ -77,8 +77,7 @@ def _attributes(value: Any) -> Iterator[str]:
 def replace_tensors(output: Any, new: Mapping[int, Tensor]) -> Any:
     """``output`` with tensors replaced by ``new``, which has ids of the old ones as keys.
 
-    Raises:
-        NotAContainer: a tensor to replace is in an object that ``map_tensors`` leaves alone.
+    Raises NotAContainer for a tensor in an object that ``map_tensors`` leaves alone.
     """
     replaced = map_tensors(output, lambda tensor: new.get(id(tensor), tensor))
     if any(id(tensor) in new for tensor in find_tensors(replaced)):

@@ -76,12 +76,7 @@ class PrecisionRule:
                     self.full_precision_modules.append(module)
 
     def policy_for(self, places: Sequence[tuple[str, nn.Module]], param: nn.Parameter) -> Any:
-        """The policy for ``param``, registered at ``places``: names and the modules around them.
-
-        Raises:
-            TypeError: the policy's function did not return a dtype.
-            ValueError: it returned a dtype that is neither the parameter's nor the policy's.
-        """
+        """The policy for ``param``, registered at ``places``: names and the modules around them."""
         computes_as_stored = self._override is not None and self._asks_for_own(places[0][0], param)
         if any(self._is_full(name, module, param) for name, module in places):
             return None

@@ -26,6 +26,11 @@ class Region:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def all_of(cls, shape: Sequence[int] | None) -> "Region":
+        """The whole of a tensor; None: of a scalar."""
+        return cls((0,) * len(shape or ()), tuple(shape or ()))
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -14,7 +14,7 @@ from shardwise.optim.norms import (
     HeldGradients,
     NormPlan,
     gradients_in,
-    gradients_of,
+    held_gradients,
     held_tensors,
     norms_of_pieces,
     note_passed,
@@ -140,16 +140,18 @@ def _clip(
         limit = _check_max_norm(max_norm)
         power = _check_norm_type(caller, norm_type)
         check_type(caller, "foreach", foreach, "True, False or None", bool, type(None))
-        given = _check_parameters(caller, model_or_parameters)
+        given, is_module = model_or_parameters, isinstance(model_or_parameters, nn.Module)
+        if not is_module:
+            wanted = "a module, a parameter or an iterable of parameters"
+            given = _check_tensors(caller, given, wanted, "Pass the module itself, or model.parameters().")
         name_of = partial(_name_of, given)
-        is_module = isinstance(given, nn.Module)
         passed = PassedParameters(caller)
         gradients = gradients_in(given, passed, name_of)
         plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
         total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
             each = list(given.parameters()) if is_module else given
-            gradients = gradients_of(each, passed, name_of)  # one by one, to name the culprits
+            gradients = held_gradients(each, caller, name_of)  # one by one, to name the culprits
             of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
             raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
         if limit < math.inf:
@@ -180,11 +182,8 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
-        if is_foreach:
-            foreach.mul_(members, factors[device])
-            continue
-        for tensor in members:
-            tensor.mul_(factors[device])
+        for some in [members] if is_foreach else [[tensor] for tensor in members]:
+            foreach.mul_(some, factors[device])
 
 
 def _message_about_nonfinite(
@@ -199,11 +198,9 @@ def _message_about_nonfinite(
         for param, own in zip(gradients.params, norms, strict=True)
         if not all(norm.isfinite() for norm in own)
     ]
-    here = (
-        f"On this rank it comes from {listed(names, 4)}."
-        if names
-        else "No gradient on this rank is to blame: other ranks name theirs."
-    )
+    here = "No gradient on this rank is to blame: other ranks name theirs."
+    if names:
+        here = f"On this rank it comes from {listed(names, 4)}."
     return (
         f"clip_grad_norm_: the norm of the gradients (norm_type={power}) is {total.item()}; scaling by it "
         f"would leave zeros and NaN. {here} All ranks raise this, and gradients are as they were: skip the "
@@ -240,14 +237,6 @@ def _check_norm_type(caller: str, norm_type: Any) -> float:
             "the largest absolute value."
         )
     return value
-
-
-def _check_parameters(caller: str, given: Any) -> Any:
-    """``given`` if it is a module, otherwise its distinct parameters."""
-    if isinstance(given, nn.Module):
-        return given
-    wanted = "a module, a parameter or an iterable of parameters"
-    return _check_tensors(caller, given, wanted, "Pass the module itself, or model.parameters().")
 
 
 def _check_tensors(caller: str, given: Any, wanted: str, advice: str) -> list[Tensor]:

@@ -26,6 +26,7 @@ from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
     MAX_GAP,
+    FlatRun,
     ParamState,
     RunMember,
     StateSlice,
@@ -35,7 +36,7 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
-from shardwise.optim.owner_exchange import placed_gradient
+from shardwise.optim.owner_exchange import placed_gradient, refuse_twice
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.torch_compat import dtensor, optimizers
 
@@ -109,12 +110,14 @@ class FlatOptimizer(Optimizer):
     is_stepping = False
     _made_of: tuple[Any, Any]  # this class, or a subclass of it, and the optimizer's class
 
-    def __new__(cls, optimizer: Optimizer, *, elementwise: bool = False) -> "FlatOptimizer":
+    _kinds_step: Callable[[], Any]  # that of the optimizer's class, without hooks
+
+    def __new__(cls, optimizer: Any, *, elementwise: bool = False) -> "FlatOptimizer":
         """Turn ``optimizer`` itself into one, so that other references to it stay valid."""
         _check(optimizer, elementwise)
-        _extend(optimizer, cls)
-        assert isinstance(optimizer, FlatOptimizer)
-        return optimizer
+        classes: Any = cls, type(optimizer)
+        optimizer.__class__ = _flat_class(*classes)
+        return optimizer  # type: ignore[no-any-return]
 
     def __init__(self, optimizer: Optimizer, *, elementwise: bool = False) -> None:
         self.state = vars(self).pop("state")
@@ -156,10 +159,6 @@ class FlatOptimizer(Optimizer):
                 group["params"] = params
             for run in plan.runs:
                 run.flat.grad = None
-
-    def _kinds_step(self) -> Any:
-        """The step of the optimizer's class, without hooks."""
-        raise NotImplementedError
 
     def stepped_parameters(self) -> SteppedParameters | None:
         """The parameters that the last step changed."""
@@ -271,12 +270,17 @@ class FlatOptimizer(Optimizer):
     def _replan(self) -> list[Tensor]:
         """Make runs of the current parameters; return their gradients."""
         apart, others = self._taken_apart() if self._shown is None else self._taken_back()
-        plan = StepPlan(self.param_groups)
+        found: list[tuple[FlatRun, list[RunMember]]] = []
+        flats: list[list[Tensor]] = []
         for index, group in enumerate(self.param_groups):
-            members = self._members(plan, index, apart)
-            for run, some in make_runs(members, self._max_gap(group)):
-                plan.add(index, run, some)
-        found = plan.finish()
+            _check_group(type(self).__name__, index, group)
+            sharded = [param for param in group["params"] if isinstance(param, DTensor)]
+            members = [_run_member(p, apart.get(p)) for p in sharded if p.grad is not None]
+            runs = make_runs(members, self._max_gap(group))
+            plain = [param for param in group["params"] if not isinstance(param, DTensor)]
+            flats.append([*plain, *(run.flat for run, _ in runs)])
+            found += runs
+        plan = StepPlan(self.param_groups, flats, found)
         # Nothing can fail from here on: the state moves now.
         self.state = None
         self._flat_state.update(others)
@@ -289,17 +293,6 @@ class FlatOptimizer(Optimizer):
         self._resting = apart
         self._plan = plan
         return [run.gradient(members[0].gradient) for run, members in found]
-
-    def _members(self, plan: "StepPlan", index: int, apart: dict[Tensor, ParamState]) -> list[RunMember]:
-        """The sharded parameters with gradients in a param group; the plan records the others."""
-        group = self.param_groups[index]
-        params = group["params"]
-        _check_group(type(self).__name__, index, group)
-        plan.flats[index] += [param for param in params if not isinstance(param, DTensor)]
-        sharded = [param for param in params if isinstance(param, DTensor)]
-        plan.resting += [param for param in sharded if param.grad is None]
-        active = [param for param in sharded if param.grad is not None]
-        return [_run_member(param, apart.get(param)) for param in active]
 
 
 def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
@@ -334,7 +327,8 @@ def _check(optimizer: Any, elementwise: Any) -> None:
             f"FlatOptimizer: {type(optimizer).__name__} keeps no state of its own; it seems to step by "
             "another optimizer. Make that one a FlatOptimizer, before it is wrapped."
         )
-    _check_groups(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(type(optimizer).__name__, index, group)
 
 
 def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
@@ -353,34 +347,16 @@ def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
         )
 
 
-def _check_groups(optimizer: Any) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        _check_group(type(optimizer).__name__, index, group)
-
-
 def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
     if group.get("differentiable"):
         raise ValueError(
             f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
             "flat shards. Use the optimizer without FlatOptimizer."
         )
-    params = group["params"]
-    if len(set(map(id, params))) != len(params):
-        twice = next(
-            param for location, param in enumerate(params) if any(param is p for p in params[:location])
-        )
-        raise ValueError(
-            f"FlatOptimizer: {_name(twice)} appears twice in group {index} of {kind}, and would be stepped "
-            "twice. Leave one out."
-        )
+    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], _name)
 
 
 # --- the class ------------------------------------------------------------------------------------
-
-
-def _extend(optimizer: Any, flat: Any) -> None:
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _flat_class(flat, kind)
 
 
 def _set_state(self: FlatOptimizer, state: dict[str, Any]) -> None:
@@ -399,9 +375,9 @@ def _repr(self: FlatOptimizer) -> str:
 def _flat_class(flat: Any, kind: Any) -> Any:
     """``kind`` with our step. It keeps its name, by which checkpoints identify optimizers.
 
-    Python lets an object change its class if the first bases of both begin with the same fields. So ours
-    comes first where it can. If ``kind`` begins with another class, such as ``ABC``, ours comes second,
-    and its overrides are copied into the class itself.
+    An object may change its class if the first bases of both begin with the same fields. So ours comes first,
+    or, if ``kind`` begins with another class, such as ``ABC``, second, with its overrides in the class
+    itself.
     """
     body = {
         "__module__": kind.__module__,

@@ -105,6 +105,12 @@ class RunMember:
     signature: Any = None
 
     @property
+    def at(self) -> Location:
+        """Its location, where it has one."""
+        assert self.location is not None
+        return self.location
+
+    @property
     def is_plain(self) -> bool:
         """Whether neither tensor is of a subclass."""
         return type(self.local) is Tensor and type(self.gradient) is Tensor
@@ -126,11 +132,10 @@ class FlatRun:
         self.is_merged = len(members) > 1 and starts[-1] > 0
         self.is_flat = first.is_flat
         if self.is_merged:
-            assert first.location is not None
-            dtype, begin = first.local.dtype, first.location.start
+            dtype, begin = first.local.dtype, first.at.start
             end = begin + starts[-1] + last.local.numel()
             size = dtype.itemsize
-            self.flat = typed_range(first.location.shard.bytes, begin * size, end * size, dtype)
+            self.flat = typed_range(first.at.shard.bytes, begin * size, end * size, dtype)
         else:
             self.flat = first.local.detach()
             self.flat = self.flat.view(-1) if self.is_flat else self.flat
@@ -195,7 +200,7 @@ def own_copy(value: Any) -> Any:
 
 def make_runs(members: Sequence[RunMember], max_gap: int) -> list[tuple[FlatRun, list[RunMember]]]:
     """The runs of one param group."""
-    sign(members)
+    _sign(members)
     empty = [member for member in members if not member.local.numel()]
     alone: list[RunMember] = []
     placed: list[RunMember] = []
@@ -207,14 +212,9 @@ def make_runs(members: Sequence[RunMember], max_gap: int) -> list[tuple[FlatRun,
     for some in _alike(empty):
         runs.append((FlatRun(some, [0] * len(some)), some))
     for some in _neighbours(placed, max_gap):
-        begin = _start(some[0])
-        runs.append((FlatRun(some, [_start(member) - begin for member in some]), some))
+        begin = some[0].at.start
+        runs.append((FlatRun(some, [member.at.start - begin for member in some]), some))
     return runs
-
-
-def _start(member: RunMember) -> int:
-    assert member.location is not None
-    return member.location.start
 
 
 def _alike(members: Iterable[RunMember]) -> list[list[RunMember]]:
@@ -232,9 +232,8 @@ def _neighbours(members: Sequence[RunMember], max_gap: int) -> list[list[RunMemb
     found: list[list[RunMember]] = []
     number_of: dict[int, int] = {}
     for member in members:
-        assert member.location is not None
-        number_of.setdefault(id(member.location.shard), len(number_of))
-    for member in sorted(members, key=lambda each: (number_of[id(each.location.shard)], _start(each))):  # type: ignore[union-attr]
+        number_of.setdefault(id(member.at.shard), len(number_of))
+    for member in sorted(members, key=lambda each: (number_of[id(each.at.shard)], each.at.start)):
         if found and _continues(found[-1], member, max_gap):
             found[-1].append(member)
         else:
@@ -244,30 +243,25 @@ def _neighbours(members: Sequence[RunMember], max_gap: int) -> list[list[RunMemb
 
 def _continues(run: Sequence[RunMember], member: RunMember, max_gap: int) -> bool:
     """Whether ``member`` starts where ``run`` ends, and its gradient where the gradients of ``run`` end."""
-    first, last = run[0], run[-1]
-    assert member.location is not None
-    assert last.location is not None
+    first, last, here = run[0], run[-1], member.at
     # A parameter without a gradient may lie in between.
-    if member.location.shard is not last.location.shard or member.local.dtype != last.local.dtype:
+    if here.shard is not last.at.shard or member.local.dtype != last.local.dtype:
         return False
-    gap = last.location.end - last.location.start - last.local.numel()
-    if member.location.start != last.location.end or gap > max_gap:
+    gap = last.at.end - last.at.start - last.local.numel()
+    if here.start != last.at.end or gap > max_gap:
         return False
-    assert first.location is not None
-    if member.location.buffer is None or member.location.buffer != first.location.buffer:
+    if here.buffer is None or here.buffer != first.at.buffer:
         return False
-    is_beside = member.location.gradient_start - first.location.gradient_start == _start(member) - _start(
-        first
-    )
+    is_beside = here.gradient_start - first.at.gradient_start == here.start - first.at.start
     return is_beside and member.gradient.dtype == first.gradient.dtype and member.signature == first.signature
 
 
 # --- signatures -----------------------------------------------------------------------------------
 
 
-def sign(members: Sequence[RunMember]) -> None:
+def _sign(members: Sequence[RunMember]) -> None:
     """Set signatures: names, dtypes and numbers of the state. Members with equal ones may share a state."""
-    numbers = _read([v for m in members for v in (m.state or {}).values() if is_number(v)])
+    numbers = _read([v for m in members for v in (m.state or {}).values() if _is_number(v)])
     for member in members:
         member.signature = tuple(
             (key, *_signature(value, numbers))
@@ -275,7 +269,7 @@ def sign(members: Sequence[RunMember]) -> None:
         )
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether ``value`` is a tensor of one element, such as a step count, for the whole parameter."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
 
@@ -283,7 +277,7 @@ def is_number(value: Any) -> bool:
 def _signature(value: Any, numbers: dict[int, Any]) -> tuple[Any, ...]:
     if isinstance(value, StateSlice):
         return "part", value.flat.dtype, type(value.flat)
-    if is_number(value):
+    if _is_number(value):
         return value.dtype, value.device, value.shape, numbers[id(value)]
     return type(value), value
 
@@ -307,26 +301,21 @@ Groups = list[dict[str, Any]]
 
 
 class StepPlan:
-    """The runs of all param groups, and their premises, in lists that C loops compare."""
+    """The runs of all param groups, and their premises, in lists that C loops compare.
 
-    def __init__(self, groups: Groups) -> None:
-        self.flats: list[list[Tensor]] = [[] for _ in groups]
-        self.runs: list[FlatRun] = []
-        self.resting: list[Tensor] = []
-        self._found: list[tuple[FlatRun, list[RunMember]]] = []
+    ``flats``: what each group steps. ``found``: the runs, with their members.
+    """
+
+    def __init__(
+        self, groups: Groups, flats: list[list[Tensor]], found: Sequence[tuple[FlatRun, list[RunMember]]]
+    ) -> None:
+        self.flats = flats
+        self.runs = [run for run, _ in found]
         self._groups = [list(group["params"]) for group in groups]
         self._have_eps = list(map(has_eps, groups))
-
-    def add(self, index: int, run: FlatRun, members: list[RunMember]) -> None:
-        """A run of the group at ``index``."""
-        self.flats[index].append(run.flat)
-        self._found.append((run, members))
-
-    def finish(self) -> list[tuple[FlatRun, list[RunMember]]]:
-        """Make the lists that each step compares; return the runs in their final order."""
-        found, self._found = self._found, []
+        sharded = [p for params in self._groups for p in params if isinstance(p, DTensor)]
+        self._resting = [param for param in sharded if param.grad is None]
         members = [member for _, some in found for member in some]
-        self.runs = [run for run, _ in found]
         self._is_lasting = all(member.is_usual for member in members)
         self._params = [member.param for member in members]
         self._locals = [member.local for member in members]
@@ -345,7 +334,6 @@ class StepPlan:
             if run.is_merged:
                 self._ranges.append(_merged_range(some, count))
             count += len(some)
-        return found
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
         """The gradients of the runs, if nothing has changed since they were made."""
@@ -373,7 +361,7 @@ class StepPlan:
             if len(params) != len(known) or not all(map(is_, params, known)):
                 return False
         with tensor_impl.plain_access():
-            return not any(map(is_not, map(_GRAD, self.resting), repeat(None)))
+            return not any(map(is_not, map(_GRAD, self._resting), repeat(None)))
 
 
 class _MergedRange(NamedTuple):

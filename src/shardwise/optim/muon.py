@@ -17,7 +17,7 @@ from shardwise.layout.fqns import clean
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
 from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks
-from shardwise.optim.owner_exchange import BATCH_BYTES, known_name, names_in
+from shardwise.optim.owner_exchange import BATCH_BYTES, known_name, names_in, refuse_twice
 from shardwise.optim.whole_matrices import check_matrix
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import optimizers
@@ -147,35 +147,32 @@ class Muon(Optimizer):
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         algorithm = group.get("algorithm")
+        if algorithm not in (MUON, ADAMW, None):
+            raise ValueError(f"Muon: algorithm of a param group is {algorithm!r}; pass 'muon' or 'adamw'.")
         if algorithm is not None:
-            if algorithm not in (MUON, ADAMW):
-                raise ValueError(
-                    f"Muon: algorithm of a param group is {algorithm!r}; pass 'muon' or 'adamw'."
-                )
             return [group | {"params": params}]
-        chosen = [bool(self._is_matrix(_name_in(each), _param_in(each))) for each in params]
-        halves = [
-            group | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if is_chosen]},
-            group
-            | {"params": [each for each, is_chosen in zip(params, chosen, strict=True) if not is_chosen]},
-        ]
-        if any(chosen) and not all(chosen) and (unclear := sorted({"lr", "eps"} & set(group))):
+        halves: dict[str, list[Any]] = {MUON: [], ADAMW: []}
+        for each in params:
+            is_matrix = self._is_matrix(_name_in(each), _param_in(each))
+            halves[MUON if is_matrix else ADAMW].append(each)
+        if all(halves.values()) and (unclear := sorted({"lr", "eps"} & set(group))):
             raise ValueError(
                 f"Muon: a param group sets {' and '.join(unclear)}, and has both matrices and other "
                 "parameters, for which these mean different things. Give matrices and others groups of their "
                 "own, or set them with lr= and adamw={'lr': ...}."
             )
-        named = [
-            half | {"algorithm": algorithm}
-            for half, algorithm in zip(halves, (MUON, ADAMW), strict=True)
-            if half["params"]
-        ]
+        named = [group | {"params": some, "algorithm": name} for name, some in halves.items() if some]
         return named or [group | {"params": [], "algorithm": MUON}]
 
     def _add(self, group: dict[str, Any]) -> None:
         is_muon = group["algorithm"] == MUON
         defaults = self.defaults if is_muon else self._adamw_defaults
-        _refuse_twice(group["params"], len(self.param_groups))  # where torch warns
+        names = {id(_param_in(each)): _name_in(each) for each in group["params"]}
+        refuse_twice(
+            f"Muon: group {len(self.param_groups)}",
+            [*map(_param_in, group["params"])],
+            lambda param: names[id(param)] or f"a parameter of shape {tuple(param.shape)}",
+        )
         super().add_param_group({**defaults, **group})
         added = self.param_groups[-1]
         for key in {*self.defaults, *self._adamw_defaults} - {*defaults}:
@@ -343,16 +340,6 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}: ns_coefficients are {group['ns_coefficients']}; pass three numbers.")
     if not 0 <= group["ns_steps"] < 100:
         raise ValueError(f"{where}: ns_steps is {group['ns_steps']}; it must be from 0 to 99.")
-
-
-def _refuse_twice(given: list[Any], index: int) -> None:
-    params = list(map(_param_in, given))
-    seen: set[int] = set()
-    for place, param in enumerate(params):
-        if id(param) in seen:
-            name = _name_in(given[place]) or f"parameter {place} of group {index}"
-            raise ValueError(f"Muon: {name} appears twice in group {index}, and would be stepped twice.")
-        seen.add(id(param))
 
 
 def _check_group(group: dict[str, Any], index: int) -> None:

@@ -35,6 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.buckets.bucket import Bucket, bucket_and_index
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
+from shardwise.layout.mesh import device_of
 from shardwise.optim.passed_parameters import PassedAlong, PassedParameters
 from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
@@ -69,18 +70,16 @@ class HeldGradients:
     measured: Sequence[Tensor | None]
     places: Sequence[GradientPlacement | None]
 
-    def and_those_of(self, others: "HeldGradients") -> "HeldGradients":
-        """These gradients and ``others``."""
-        if not others.params:
-            return self
-        pairs = zip(vars(self).values(), vars(others).values(), strict=True)
-        return HeldGradients(*([*own, *more] for own, more in pairs))
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]]) -> Any:
+        """Made from a row for each gradient."""
+        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [])
 
 
 def gradients_in(
     model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
 ) -> HeldGradients:
-    """The gradients of all parameters in ``model``, as few tensors. Raises what ``gradients_of`` raises.
+    """The gradients of all parameters in ``model``, as few tensors.
 
     The buckets determine the grouping in all common cases, so ranks that hold copies compute the same bits.
     """
@@ -97,8 +96,13 @@ def gradients_in(
             together.append((shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
             passed.add(spec.mesh, map(_fqn, bucket.params))
             deque(map(params.pop, keys), maxlen=0)
-    columns: Any = zip(*together, strict=True) if together else ((), (), (), ())
-    return HeldGradients(*columns).and_those_of(gradients_of(list(params.values()), passed, name_of))
+    rest = list(params.values())
+    note_passed(rest, passed)
+    joint, others = HeldGradients.of(together), held_gradients(rest, passed.caller, name_of)
+    if not others.params:
+        return joint  # type: ignore[no-any-return]
+    pairs = zip(vars(joint).values(), vars(others).values(), strict=True)
+    return HeldGradients(*([*own, *more] for own, more in pairs))
 
 
 def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
@@ -133,18 +137,6 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def gradients_of(
-    params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
-) -> HeldGradients:
-    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks.
-
-    Raises:
-        RuntimeError: the gradient of the named parameter waits to be reduced, or is on another mesh.
-    """
-    note_passed(params, passed)
-    return held_gradients(params, passed.caller, name_of)
-
-
 def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
     """Compare those of ``tensors`` that are DTensors between the ranks of their meshes."""
     for tensor in tensors:
@@ -154,8 +146,9 @@ def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
 
 
 def held_gradients(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """Like ``gradients_of``, for a caller that compares the parameters by names of its own."""
-    return _all_as_their_parameters(params) or _one_by_one(params, caller, name_of)
+    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks."""
+    gradients = list(map(_gradient, params))
+    return _all_as_their_parameters(params, gradients) or _one_by_one(params, gradients, caller, name_of)
 
 
 def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -> None:
@@ -168,25 +161,10 @@ def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -
 
 
 def held_tensors(tensors: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """Any ``tensors``, as if they were gradients. Pending sums are redistributed, one by one.
-
-    Raises:
-        ValueError: one is on the meta device.
-        RuntimeError: one is a gradient that waits to be reduced.
-    """
-    locals_: list[Tensor] = []
-    places: list[GradientPlacement | None] = []
+    """Any ``tensors``, as if they were gradients. Pending sums are redistributed, one by one."""
     for tensor in tensors:
-        refuse_deferred(tensor)
         refuse_meta(caller, tensor, name_of)
-        place = None
-        if isinstance(tensor, DTensor):
-            place = dtensor.spec_of(tensor).mesh, without_sums(tensor.placements)
-            if tensor.placements != place[1]:
-                tensor = tensor.redistribute(placements=place[1])
-        locals_.append(dtensor.plain(tensor))
-        places.append(place)
-    return HeldGradients(tensors, locals_, locals_, places)
+    return _one_by_one(tensors, tensors, caller, name_of)
 
 
 _fqn = attrgetter("fqn")
@@ -194,9 +172,8 @@ _registered, _values = nn_modules.parameters, methodcaller("values")
 _gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
 
 
-def _all_as_their_parameters(params: Sequence[Tensor]) -> HeldGradients | None:
+def _all_as_their_parameters(params: Sequence[Tensor], gradients: Sequence[Any]) -> HeldGradients | None:
     """The common case, in C loops: every gradient is a DTensor placed as its parameter."""
-    gradients = list(map(_gradient, params))
     if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
         return None
     specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
@@ -213,30 +190,28 @@ def _all_as_their_parameters(params: Sequence[Tensor]) -> HeldGradients | None:
     return HeldGradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
 
 
-def _one_by_one(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
+def _one_by_one(
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    caller: str,
+    name_of: Callable[[Tensor], str],
+) -> HeldGradients:
     found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
-    for param in params:
-        gradient = param.grad
+    for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             _check_gradient(param, gradient, caller, name_of)
         elif not param.requires_grad:
             continue
         # The parameter's placement, since another rank may have no gradient.
         placed = param if isinstance(param, DTensor) else gradient
-        if not isinstance(placed, DTensor):
-            found.append((param, gradient, gradient, None))
-            continue
-        place = placed.device_mesh, without_sums(placed.placements)
-        if gradient is None:
-            found.append((param, None, None, place))
-            continue
-        assert isinstance(gradient, DTensor)
-        local = measured = dtensor.local_tensor(gradient)
-        if gradient.placements != place[1]:
-            measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
+        place, local = None, None if gradient is None else dtensor.plain(gradient)
+        measured = local
+        if isinstance(placed, DTensor):
+            place = placed.device_mesh, without_sums(placed.placements)
+            if isinstance(gradient, DTensor) and gradient.placements != place[1]:
+                measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
         found.append((param, local, measured, place))
-    columns: Any = zip(*found, strict=True) if found else ((), (), (), ())
-    return HeldGradients(*map(list, columns))
+    return HeldGradients.of(found)  # type: ignore[no-any-return]
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -275,10 +250,9 @@ def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: 
         found: Iterable[Tensor]
         if _LARGEST_PLAIN_POWER < power < math.inf:
             found = [norm_of(piece.to(summed), power) for piece in pieces]
-        elif is_foreach:
-            found = foreach.norm(pieces, power, dtype=summed)
         else:
-            found = [torch.linalg.vector_norm(piece, power, dtype=summed) for piece in pieces]
+            lists = [pieces] if is_foreach else [[piece] for piece in pieces]
+            found = [norm for some in lists for norm in foreach.norm(some, power, dtype=summed)]
         for (own, _), norm in zip(members, found, strict=True):
             own.append(norm)
     return norms
@@ -358,7 +332,7 @@ class _Column:
 class NormPlan:
     """Which numbers are combined over which ranks, in the same order on all of them.
 
-    A *column* is a kind of placement. ``column_of`` has the index in ``columns`` for each gradient.
+    A *column* is a kind of placement. ``members`` has the indices of the gradients in each.
     """
 
     def __init__(self, gradients: HeldGradients, passed: PassedParameters, first: Tensor | None) -> None:
@@ -367,8 +341,8 @@ class NormPlan:
         kinds_of = list(map(id, gradients.places))
         distinct = dict(zip(kinds_of, gradients.places, strict=True))
         places = list(dict.fromkeys(distinct.values()))
-        if len(places) > 1:
-            places.sort(key=_order)
+        if len(places) > 1:  # alike on all ranks
+            places.sort(key=lambda p: (p[0].mesh_dim_names or (), tuple(p[0].shape), str(p[1])) if p else ())
         meshes = {
             mesh: _axes_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
         }
@@ -386,35 +360,24 @@ class NormPlan:
         # What to call those in a column whose names no mesh has.
         self.labels: list[Sequence[str]] = [[_OTHERS]] * len(self.columns)
         index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
-        self.column_of = list(map(index_of.__getitem__, kinds_of))
-        self.device = _device_for(gradients, first)
+        column_of = list(map(index_of.__getitem__, kinds_of))
+        self.members = [[i for i, own in enumerate(column_of) if own == c] for c in range(len(self.columns))]
+        # Where ranks exchange norms: the device of the mesh, even if gradients are in host memory.
+        on_host = torch.device("cpu") if first is None else dtensor.plain(first).device
+        self.device = next((device_of(mesh) for mesh in meshes), on_host)
         concerned = {axis for column in self.columns for axis in column.split | column.unknown}
         everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
         self._axes = [axis for axis in everywhere if axis in concerned]
 
-    def split(self, tensors: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
-        """``tensors``, one for each gradient, by column."""
-        if len(self.columns) == 1:
-            return [tensors]
-        columns: list[list[Tensor | None]] = [[] for _ in self.columns]
-        for column, tensor in zip(self.column_of, tensors, strict=True):
-            columns[column].append(tensor)
-        return list(columns)
-
     def over_ranks(
         self, columns: Sequence[Tensor], combine: Combine, choose: Combine, room: int = 0
     ) -> list[Tensor]:
-        """Each column over all ranks, from this rank's.
+        """Each column over all ranks, from this rank's, whose first dimension is the same on all of them.
 
-        Args:
-            columns: of each kind, a tensor whose first dimension is the same on all ranks.
-            combine: those of ranks that hold different parts, stacked on dim 0.
-            choose: one of those of ranks that may hold different things, stacked on dim 0.
-            room: how many numbers a rank sends at least. If lists of parameters that differ make columns of
-                different lengths, the ranks still find out: they compare before they send more than this.
-
-        Raises:
-            ValueError: ranks have passed different parameters.
+        ``combine``: those of ranks that hold different parts, stacked on dim 0; ``choose``: of those that may
+        hold different things. ``room``: how many numbers a rank sends at least. If lists of parameters that
+        differ make columns of different lengths, the ranks still find out: they compare before they send more
+        than this.
         """
         columns = list(columns)
         for axis in self._axes:
@@ -456,8 +419,8 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
 def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreach: bool = True) -> Tensor:
     """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
     own = []
-    for column in plan.split(gradients.measured):
-        norms = norms_of_pieces(column, power, is_foreach)
+    for indices in plan.members:
+        norms = norms_of_pieces([gradients.measured[i] for i in indices], power, is_foreach)
         pieces = [norm for of_one in norms for norm in of_one]
         own.append(norm_of(stacked(pieces, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
@@ -465,14 +428,6 @@ def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreac
     if len(of_kinds) == 1:
         return of_kinds[0][0]
     return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
-
-
-def _order(place: GradientPlacement | None) -> tuple[Any, ...]:
-    """A key that sorts placements alike on all ranks."""
-    if place is None:
-        return ()
-    mesh, placements = place
-    return mesh.mesh_dim_names or (), tuple(mesh.shape), str(placements)
 
 
 def _axes_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, _MeshDim]:
@@ -486,9 +441,8 @@ def _axes_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, _MeshDim]:
 def _axes_to_agree_over(
     meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
 ) -> tuple[list[_MeshDim], list[DeviceMesh]]:
-    """Axes that reach all ranks, and the meshes whose own axes do.
-
-    Parameters on a mesh with all ranks are the same for all of them.
+    """Axes that reach all ranks, and the meshes whose own axes do: parameters there are the same for all
+    ranks.
     """
     if len(meshes) < 2 and not has_plain:
         return [], list(meshes)
@@ -498,18 +452,3 @@ def _axes_to_agree_over(
     if covering:
         return list(min((meshes[mesh] for mesh in covering), key=len).values()), covering
     return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
-
-
-def _device_for(gradients: HeldGradients, first: Tensor | None) -> torch.device:
-    """Where the ranks exchange norms: the device of the mesh, even if gradients are in host memory."""
-    kind = next((place[0].device_type for place in gradients.places if place is not None), None)
-    pairs = zip(gradients.params, gradients.places, strict=True)
-    devices = (dtensor.plain(param).device for param, place in pairs if place is not None)
-    if kind is None:
-        return torch.device("cpu") if first is None else dtensor.plain(first).device
-    if kind == "cpu":
-        return torch.device("cpu")
-    return next(
-        (device for device in devices if device.type == kind),
-        torch.device(kind, torch.get_device_module(kind).current_device()),
-    )

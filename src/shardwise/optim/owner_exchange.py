@@ -12,7 +12,7 @@ Buffers of two rounds live at a time.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.full_tensors import sharding_of
@@ -70,46 +71,28 @@ Write = Callable[[Block, tuple[slice, ...], Tensor], None]
 """Takes a block, an index into this rank's part of its tensor, and the part of the result for it."""
 
 
-class SharingRanks:
-    """The ranks of a mesh in ascending order; only this rank for a plain tensor. Several meshes may share
-    them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.ranks, self.device = _ranks_and_device(tensor)
-        self.own = self.ranks.index(own_rank())
-        self._mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        self._seats: dict[Any, Any] = {}
-
-    def share(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is on a mesh of them."""
-        return _ranks_and_device(tensor) == (self.ranks, self.device)
-
-    def placed(self, tensor: Tensor, regions: Sequence[Region]) -> Placed:
-        """How ``tensor`` lies on them; ``regions`` of its blocks."""
-        split, places = Split(tuple(tensor.shape), (1,), ()), [(0,)]
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh.mesh
-            found = [tuple(place) for place in torch.ones_like(mesh).nonzero().tolist()]
-            split, places = sharding_of(tensor), sorted(found, key=lambda place: int(mesh[place]))
-        seats = tuple(places)
-        return Placed(split, self._seats.setdefault(seats, seats), tuple(regions))
-
-    @cached_property
-    def axes(self) -> list[Axis]:
-        """The axes that connect them, made at the first use; none for a single rank."""
-        if len(self.ranks) == 1:
-            return []
-        assert self._mesh is not None
-        is_flat = self._mesh.ndim == 1 and self._mesh.mesh.tolist() == list(self.ranks)
-        pg = self._mesh.get_group(0) if is_flat else _group_of(self.ranks, self.device)
-        return [Axis(pg, len(self.ranks), self.own)]
+Sharing = tuple[tuple[int, ...], torch.device]
+"""The ranks that share a tensor, in ascending order, and their device. Several meshes may have the same."""
 
 
-def _ranks_and_device(tensor: Tensor) -> tuple[tuple[int, ...], torch.device]:
+def sharing_of(tensor: Tensor) -> Sharing:
+    """The ranks of its mesh; only this one for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return (own_rank(),), tensor.device
     mesh = tensor.device_mesh
     return tuple(sorted(mesh.mesh.flatten().tolist())), device_of(mesh)
+
+
+def _placed(tensor: Tensor, regions: Sequence[Region], seen: dict[Any, Any]) -> Placed:
+    """How ``tensor`` lies on the ranks that share it; ``regions`` of its blocks. ``seen``: coordinates, so
+    that equal ones are one object."""
+    split, places = Split(tuple(tensor.shape), (1,), ()), [(0,)]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh.mesh
+        found = [tuple(place) for place in torch.ones_like(mesh).nonzero().tolist()]
+        split, places = sharding_of(tensor), sorted(found, key=lambda place: int(mesh[place]))
+    coordinates = tuple(places)
+    return Placed(split, seen.setdefault(coordinates, coordinates), tuple(regions))
 
 
 _groups: "WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]" = WeakKeyDictionary()
@@ -142,7 +125,7 @@ class OwnerExchange:
         alike: what blocks in one stack have in common, besides shape and travel.
         fixed: owners that are already known, as members of the ranks that share a tensor.
 
-    The constructor is local; ``agree`` makes a process group for each mesh that has none of all its ranks.
+    Local; ``agree`` makes a process group for each mesh that has none of all its ranks.
     """
 
     def __init__(
@@ -159,18 +142,24 @@ class OwnerExchange:
     ) -> None:
         self.names = list(names)
         self.forms = list(map(form_of, tensors))
-        shared: list[tuple[SharingRanks, dict[int, Placed]]] = []
+        shared: dict[Sharing, dict[int, Placed]] = {}
+        seen: dict[Any, Any] = {}
+        meshes: dict[Sharing, DeviceMesh | None] = {}
         for index, tensor in enumerate(tensors):
-            found = next((each for each in shared if each[0].share(tensor)), None)
-            if found is None:
-                shared.append(found := (SharingRanks(tensor), {}))
-            found[1][index] = found[0].placed(tensor, regions[index])
+            sharing = sharing_of(tensor)
+            shared.setdefault(sharing, {})[index] = _placed(tensor, regions[index], seen)
+            meshes.setdefault(sharing, tensor.device_mesh if isinstance(tensor, DTensor) else None)
         self._among = [
             _RankExchange(
-                ranks, OwnerPlan(some, len(ranks.ranks), cost, fixed or {}), travels, batch_bytes, alike
+                sharing,
+                meshes[sharing],
+                OwnerPlan(shared[sharing], len(sharing[0]), cost, fixed or {}),
+                travels,
+                batch_bytes,
+                alike,
             )
             # In the same order on all ranks; subsets of other sets first: see agree.
-            for ranks, some in sorted(shared, key=lambda each: (len(each[0].ranks), each[0].ranks))
+            for sharing in sorted(shared, key=lambda each: (len(each[0]), each[0]))
         ]
 
     @property
@@ -183,14 +172,9 @@ class OwnerExchange:
         """The owners of all blocks, as members of the ranks that share a tensor."""
         return {key: owner for each in self._among for key, owner in each.plan.owners.items()}
 
-    @property
-    def sharing(self) -> list[SharingRanks]:
-        """The sets of ranks that share tensors with this one."""
-        return [each.ranks for each in self._among]
-
     def axes(self) -> list[Axis]:
         """The axes that connect this rank with those that share tensors with it."""
-        return [axis for each in self._among for axis in each.ranks.axes]
+        return [axis for each in self._among for axis in each.axes]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors`` have the forms that this exchange was made for."""
@@ -203,18 +187,10 @@ class OwnerExchange:
         problem: Exception | None = None,
         same: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise on all ranks if any has a problem, or if they would not exchange the same blocks.
+        """Raise on all ranks if any has a problem, or if they would not exchange the tensors ``active``
+        alike.
 
-        Args:
-            caller: the public function, for messages.
-            active: indices of the tensors to exchange next.
-            problem: what is wrong on this rank.
-            same: what else must be equal.
-
-        Raises:
-            ValueError: ranks have different tensors, or different ones are active; besides ``problem``.
-
-        Collective. On a device the host waits for the queued work.
+        ``same``: what else must be equal. Collective. On a device the host waits for the queued work.
         """
         chosen = set(active)
         told: dict[str, Any] = {
@@ -224,18 +200,14 @@ class OwnerExchange:
         self._in_every_set(caller, problem, lambda each, problem: each.agree(caller, told, problem))
 
     def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
-        """The ``own`` of each rank that shares tensors with this one, by global rank.
-
-        Raises:
-            Exception: any of them has a ``problem``.
-
+        """The ``own`` of each rank that shares tensors, by global rank; raises a ``problem`` of any.
         Collective.
         """
         found = {own_rank(): own}
 
         def tell(each: _RankExchange, problem: Exception | None) -> None:
-            run_on_all_ranks(each.ranks.axes, each.ranks.device, partial(_raise, problem))
-            found.update(gather_from_all(each.ranks.axes, own))
+            run_on_all_ranks(each.axes, each.device, partial(_raise, problem))
+            found.update(gather_from_all(each.axes, own))
 
         self._in_every_set(caller, problem, tell)
         return found
@@ -265,6 +237,7 @@ class OwnerExchange:
         check: Callable[[], None] | None = None,
     ) -> None:
         """Apply ``function`` to the blocks of the tensors at the indices ``active``, round by round.
+        Collective.
 
         Args:
             read: called when the first block of a tensor is about to be sent.
@@ -273,8 +246,6 @@ class OwnerExchange:
             active: the same on all ranks; :meth:`agree` checks it.
             check: called after all rounds, before anything is sent back; it may raise. All results are kept
                 until then; without it, only those of two rounds.
-
-        Collective.
         """
         computed: Any = (
             back for i, each in enumerate(self._among) for back in each.run(i, read, function, active)
@@ -303,19 +274,21 @@ class OwnerExchange:
 
 
 class _RankExchange:
-    """The blocks that the same ranks share."""
+    """The blocks that the same ranks share; ``mesh`` is one of theirs."""
 
     def __init__(
         self,
-        ranks: SharingRanks,
+        sharing: Sharing,
+        mesh: DeviceMesh | None,
         plan: OwnerPlan,
         travels: Sequence[Travel],
         batch_bytes: int | None,
         alike: Callable[[Block], Any],
     ) -> None:
-        self.ranks = ranks
+        self._ranks, self.device = sharing
+        self._mesh = mesh
         self.plan = plan
-        self.own = ranks.own
+        self.own = self._ranks.index(own_rank())
         self._travels = travels
         self._batch_bytes = batch_bytes
         self._alike = alike
@@ -325,12 +298,19 @@ class _RankExchange:
     def _size(self, block: Block) -> int:
         return block.numel * self._travels[block.key.tensor].there[0].itemsize
 
+    @cached_property
+    def axes(self) -> list[Axis]:
+        """The axes that connect the ranks, made at the first use; none for a single rank."""
+        if self._mesh is None or len(self._ranks) == 1:
+            return []
+        is_flat = self._mesh.ndim == 1 and self._mesh.mesh.tolist() == list(self._ranks)
+        pg = self._mesh.get_group(0) if is_flat else _group_of(self._ranks, self.device)
+        return [Axis(pg, len(self._ranks), self.own)]
+
     def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise on all ranks if any has a problem, or if they would not exchange the same."""
         told = {**same, "the tensors": self._digest}
-        run_on_all_ranks(
-            self.ranks.axes, self.ranks.device, partial(_raise, problem), caller=caller, same=told
-        )
+        run_on_all_ranks(self.axes, self.device, partial(_raise, problem), caller=caller, same=told)
 
     @cached_property
     def _digest(self) -> str:
@@ -380,7 +360,10 @@ class _RankExchange:
             for stack in stacks
             for block, *views in zip(stack.blocks, *(each.unbind() for each in stack.tensors), strict=True)
         }
-        values = _ReadOnce(read)
+        read_once = cache(read)
+
+        def values(piece: BlockPiece) -> list[Tensor]:
+            return [value[piece.in_local] for value in read_once(piece.block.key.tensor)]
 
         def targets(pieces: Sequence[BlockPiece]) -> list[Tensor]:
             return [view[piece.in_block] for piece in pieces for view in views[piece.block.key]]
@@ -390,7 +373,7 @@ class _RankExchange:
         if not current.travels_there:
             return nothing, stacks
         received, wait = self._exchanged(
-            current.sent_there, current.received_there, values, self._dtypes_there
+            current.sent_there, current.received_there, values, lambda travel: travel.there
         )
 
         def finish() -> None:
@@ -437,7 +420,7 @@ class _RankExchange:
         if current.travels_back:
             others = self._of_others(current.received_back)
             received, wait = self._exchanged(
-                current.sent_back, current.received_back, values, self._dtypes_back
+                current.sent_back, current.received_back, values, lambda travel: (travel.back,)
             )
 
         def finish() -> None:
@@ -450,12 +433,6 @@ class _RankExchange:
 
         return finish
 
-    def _dtypes_there(self, piece: BlockPiece) -> Sequence[torch.dtype]:
-        return self._travels[piece.block.key.tensor].there
-
-    def _dtypes_back(self, piece: BlockPiece) -> Sequence[torch.dtype]:
-        return (self._travels[piece.block.key.tensor].back,)
-
     def _of_others(self, pieces: Pieces) -> list[BlockPiece]:
         """The pieces that are sent, in the order of packing."""
         return [piece for member, some in enumerate(pieces) if member != self.own for piece in some]
@@ -465,22 +442,22 @@ class _RankExchange:
         sent: Pieces,
         expected: Pieces,
         values: Callable[[BlockPiece], Sequence[Tensor]],
-        dtypes: "_Dtypes",
+        dtypes: Callable[[Travel], Sequence[torch.dtype]],
     ) -> tuple[list[Tensor], Finish]:
         """Start an exchange with the other ranks; received pieces are complete after the wait."""
 
         def forms(pieces: Sequence[BlockPiece]) -> list[Form]:
-            return [(piece.shape, dtype) for piece in pieces for dtype in dtypes(piece)]
+            return [(p.shape, dtype) for p in pieces for dtype in dtypes(self._travels[p.block.key.tensor])]
 
         def sizes(pieces: Pieces) -> list[int]:
             return [0 if i == self.own else num_packed_bytes(forms(some)) for i, some in enumerate(pieces)]
 
         sizes_sent, sizes_expected = sizes(sent), sizes(expected)
         travelling = self._of_others(sent)
-        send = torch.empty(sum(sizes_sent), dtype=torch.uint8, device=self.ranks.device)
+        send = torch.empty(sum(sizes_sent), dtype=torch.uint8, device=self.device)
         _copy(views_in(send, forms(travelling)), [value for piece in travelling for value in values(piece)])
         received = send.new_empty(sum(sizes_expected))
-        (axis,) = self.ranks.axes
+        (axis,) = self.axes
         work = dist.all_to_all_single(
             received, send, sizes_expected, sizes_sent, group=axis.pg, async_op=True
         )
@@ -497,24 +474,6 @@ class _RankExchange:
 def _raise(problem: Exception | None) -> None:
     if problem is not None:
         raise problem
-
-
-class _ReadOnce:
-    """Parts of this rank's tensors, each read once in a round."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._found: dict[int, Sequence[Tensor]] = {}
-
-    def __call__(self, piece: BlockPiece) -> list[Tensor]:
-        index = piece.block.key.tensor
-        if index not in self._found:
-            self._found[index] = self._read(index)
-        return [value[piece.in_local] for value in self._found[index]]
-
-
-_Dtypes = Callable[[BlockPiece], Sequence[torch.dtype]]
-"""Dtypes of what is sent of a piece."""
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -551,12 +510,17 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def check_divisible(tensor: Tensor, name: str) -> None:
-    """Refuse ``tensor`` if its blocks cannot be assembled.
+def refuse_twice(where: str, params: Sequence[Any], name_of: Callable[[Any], str]) -> None:
+    """Refuse a parameter that is twice in the group ``where``, of which torch only warns."""
+    seen: set[int] = set()
+    for param in params:
+        if id(param) in seen:
+            raise ValueError(f"{where} has {name_of(param)} twice, and would step it twice. Leave one out.")
+        seen.add(id(param))
 
-    Raises:
-        ValueError: with ``name``.
-    """
+
+def check_divisible(tensor: Tensor, name: str) -> None:
+    """Refuse ``tensor`` if its blocks cannot be assembled."""
     local = dtensor.plain(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter):
         raise ValueError(
@@ -578,10 +542,8 @@ def check_divisible(tensor: Tensor, name: str) -> None:
 
 
 def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
-    """This rank's part of the gradient, placed as the parameter is.
-
-    Raises:
-        TypeError: the placement is unknown, or the gradient is sparse, which ``why`` excludes.
+    """This rank's part of the gradient, placed as the parameter is; sparse ones are refused, as ``why``
+    says.
     """
     gradient = param.grad
     assert gradient is not None
@@ -597,11 +559,7 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
 
 
 def placed_gradient(param: DTensor, name: str) -> DTensor:
-    """The gradient of a sharded parameter, placed as the parameter is.
-
-    Raises:
-        TypeError: it is not a DTensor; with the parameter's name.
-    """
+    """The gradient of a sharded parameter, placed as the parameter is."""
     gradient = param.grad
     if not isinstance(gradient, DTensor):
         raise TypeError(

@@ -22,8 +22,10 @@ an owner receives the parts from its own copy, and sends the results to all.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
+from shardwise.layout.chunks import stretches
 from shardwise.layout.regions import Region, Split
 
 MIN_ROUNDS = 4
@@ -98,13 +100,9 @@ class Round:
 
 
 class OwnerPlan:
-    """Owners and rounds for tensors that the same members share.
+    """Owners and rounds for ``tensors``, by index, that ``world`` members share; the same on all of them.
 
-    Args:
-        tensors: by index. The same on all members.
-        world: the number of members.
-        cost: of a block.
-        fixed: owners that are already known.
+    ``cost``: of a block. ``fixed``: owners that are already known.
     """
 
     def __init__(
@@ -142,10 +140,9 @@ class OwnerPlan:
         """The region of a tensor that ``member`` has."""
         placed = self._tensors[tensor]
         key = (placed.split, placed.coordinates[member])
-        found = self._regions.get(key)
-        if found is None:
-            found = self._regions[key] = placed.split.region(placed.coordinates[member])
-        return found
+        if key not in self._regions:
+            self._regions[key] = placed.split.region(placed.coordinates[member])
+        return self._regions[key]
 
     def holders(self, block: Block) -> list[int]:
         """The members that have the whole block."""
@@ -166,7 +163,7 @@ class OwnerPlan:
         """The blocks that each member owns in each round, whichever tensors are active.
 
         ``limit`` bounds the total ``size`` of an owner's blocks in one round, unless one block is larger.
-        Without a limit there is one round.
+        None: one round.
         """
         owned: list[list[Block]] = [[] for _ in range(self.world)]
         for blocks in self.blocks.values():
@@ -178,28 +175,24 @@ class OwnerPlan:
             return [list(owned)]
         largest = max((sum(map(size, each)) for each in owned), default=0)
         limit = max(1, min(limit, -(-largest // MIN_ROUNDS)))
-        parts = [_cut(each, size, limit) for each in owned]
-        count = max(map(len, parts), default=0)
-        return [[p[i] if i < len(p) else () for p in parts] for i in range(count)]
+        parts = [[each[r.start : r.stop] for r in stretches([*map(size, each)], limit)] for each in owned]
+        return [list(blocks) for blocks in zip_longest(*parts, fillvalue=())]
 
     def round(self, owned: Sequence[Sequence[Block]], active: Collection[int], own: int) -> Round:
         """What member ``own`` does in a round for the tensors ``active``."""
         owned = [[block for block in each if block.key.tensor in active] for each in owned]
         members = range(self.world)
-        travels_there = any(block.numel and not self.holders(block) for blocks in owned for block in blocks)
         return Round(
             owned=tuple(owned[own]),
             sent_there=[self._pieces(owned[owner], owner, own) for owner in members],
             received_there=[self._pieces(owned[own], own, member) for member in members],
             sent_back=[self._pieces(owned[own], None, member) for member in members],
             received_back=[self._pieces(owned[owner], None, own) for owner in members],
-            travels_there=travels_there,
-            travels_back=any(self._is_shared(block) for blocks in owned for block in blocks),
+            travels_there=any(b.numel and not self.holders(b) for blocks in owned for b in blocks),
+            travels_back=any(
+                b.numel and self.holders(b) != [self.owners[b.key]] for blocks in owned for b in blocks
+            ),
         )
-
-    def _is_shared(self, block: Block) -> bool:
-        """Whether a member other than the owner has a part of it."""
-        return self.holders(block) != [self.owners[block.key]] and bool(block.numel)
 
     def _pieces(self, blocks: Sequence[Block], owner: int | None, member: int) -> list[BlockPiece]:
         """The pieces of ``blocks`` that ``member`` has; with ``owner``, those that it sends there."""
@@ -220,17 +213,3 @@ class OwnerPlan:
         theirs, mine = placed.coordinates[owner], placed.coordinates[member]
         cut = placed.split.mesh_dims
         return all(dim in cut or a == b for dim, (a, b) in enumerate(zip(theirs, mine, strict=True)))
-
-
-def _cut(blocks: Sequence[Block], size: Callable[[Block], int], limit: int) -> list[Sequence[Block]]:
-    """Stretches of at most ``limit`` together, or of one block."""
-    parts: list[Sequence[Block]] = []
-    start = total = 0
-    for index, block in enumerate(blocks):
-        if index > start and total + size(block) > limit:
-            parts.append(blocks[start:index])
-            start, total = index, 0
-        total += size(block)
-    if start < len(blocks):
-        parts.append(blocks[start:])
-    return parts

@@ -46,10 +46,10 @@ class PassedParameters:
         equal[id(mesh)] = mesh
 
     def group_of(self, mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
-        """The process group of a dimension of ``mesh``.
+        """The process group of a dimension of ``mesh``, of which equal meshes may have different ones.
 
-        Equal meshes may have different ones. The choice depends neither on the order of the parameters, which
-        may differ by rank, nor on the other dimensions.
+        The choice depends neither on the order of the parameters, which may differ by rank, nor on other
+        dimensions.
         """
         _, equal = self._on.get(mesh, ([], {id(mesh): mesh}))
         return min((each.get_group(dim) for each in equal.values()), key=attrgetter("group_name"))
@@ -80,11 +80,9 @@ class PassedAlong:
         return self._own if self._reads else -self._own
 
     def compare(self, numbers: Tensor) -> None:
-        """Compare the ``numbers`` of all ranks.
+        """Refuse different ``numbers`` of ranks, on every rank that reads them.
 
-        Raises:
-            ValueError: ranks have passed different parameters. Every rank that reads raises. On a device,
-                ranks that pass what all have passed before do not read, and raise in their next wait.
+        On a device, ranks that pass what all have passed before do not read, and raise in their next wait.
         """
         if not self._reads:
             return

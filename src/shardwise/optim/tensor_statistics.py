@@ -141,7 +141,7 @@ def statistics(
     named = _named(caller, model_or_tensors)
     arguments = f"of={of!r}, histogram={edges.tolist() or None}"
     held, passed = _held(caller, named, of), PassedParameters(caller)
-    rows = _rows_over_ranks(held, named, passed, edges, arguments, zeros_for_missing=of == "gradients")
+    rows = _rows_over_ranks(held, named, passed, edges, arguments)
     if group is not None:
         rows = _with_those_of(caller, group, rows, edges)
     if by == "parameter":
@@ -193,7 +193,6 @@ def _rows_over_ranks(
     passed: PassedParameters,
     edges: Tensor,
     arguments: str,
-    zeros_for_missing: bool,
 ) -> dict[str, Row]:
     """The row of each whole tensor, by all of its names, which share one object."""
     first = {id(tensor): name for name, tensor in reversed(named.items())}
@@ -209,11 +208,9 @@ def _rows_over_ranks(
     for name, mesh in meshes.items():
         passed.add(mesh, [name])
     plan = NormPlan(held, passed, next(iter(held.params), None))
-    members: list[list[int]] = [[] for _ in plan.columns]
-    for index in sorted(range(len(names)), key=names.__getitem__):  # the order may differ by rank
-        members[plan.column_of[index]].append(index)
+    members = [sorted(indices, key=names.__getitem__) for indices in plan.members]  # may differ by rank
     plan.labels = [[names[index] for index in indices] for indices in members]
-    own = _rows(held.measured, plan.device, edges)
+    own = _rows(held, plan.device, edges)
     columns = [
         torch.stack([own[index] for index in indices]).to(plan.device, widest(plan.device))
         for indices in members
@@ -222,9 +219,7 @@ def _rows_over_ranks(
     for indices, column in zip(
         members, plan.over_ranks(columns, _combined, _with_largest_norm, _ROOM), strict=True
     ):
-        for index, row in zip(indices, column.tolist(), strict=True):
-            missing = held.params[index].numel() - int(row[0]) if zeros_for_missing else 0
-            found[id(held.params[index])] = _as_one([row, _zeros(missing, edges)]) if missing > 0 else row
+        found |= {id(held.params[i]): row for i, row in zip(indices, column.tolist(), strict=True)}
     return {name: found[id(tensor)] for name, tensor in named.items() if id(tensor) in found}
 
 
@@ -254,19 +249,20 @@ def _modules_around(name: str, depth: int | None) -> list[str]:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _rows(tensors: Sequence[Tensor | None], device: torch.device, edges: Tensor) -> list[Tensor]:
+def _rows(held: HeldGradients, device: torch.device, edges: Tensor) -> list[Tensor]:
     """The row of each, on the host: few rows cost less there than on a device."""
-    pieces = [list(_pieces(tensor, device)) for tensor in tensors]
+    pieces = [list(_pieces(*pair, device)) for pair in zip(held.measured, held.params, strict=True)]
     rows = [_row_of_piece(piece, edges) for own in pieces for piece in own]
     on_host = stacked(rows, torch.device("cpu")).view(-1, _NUM_FIXED + max(0, len(edges) - 1))
     return [_combined(own) for own in on_host.split([len(own) for own in pieces])]
 
 
-def _pieces(tensor: Tensor | None, device: torch.device) -> Iterable[Tensor]:
-    """At least one piece, which may be empty."""
+def _pieces(tensor: Tensor | None, param: Tensor, device: torch.device) -> Iterable[Tensor]:
+    """At least one piece, which may be empty. A missing gradient counts as zeros, which need no memory."""
     if tensor is None:
-        return [torch.zeros(0, device=device)]
-    flat = (tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
+        flat = torch.zeros((), device=device).expand(dtensor.plain(param).numel())
+    else:
+        flat = (tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
     return flat.split(_PIECE_NUMEL.get(flat.device.type, _PIECE_NUMEL_ON_DEVICE))
 
 
@@ -274,12 +270,8 @@ def _row_of_piece(piece: Tensor, edges: Tensor) -> Tensor:
     values = piece.to(widest(piece.device))
     numel = values.new_full((), len(values))
     if not len(values):
-        return torch.cat(
-            [
-                values.new_tensor([0, 0, 0, 0, math.inf, -math.inf, 0]),
-                values.new_zeros(max(0, len(edges) - 1)),
-            ]
-        )
+        no_counts = [0] * max(0, len(edges) - 1)
+        return values.new_tensor([0, 0, 0, 0, math.inf, -math.inf, 0, *no_counts])
     deviations = values.var(correction=0) * numel
     num_nonfinite = numel - values.isfinite().sum()
     fixed = [numel, num_nonfinite, values.mean(), deviations, *values.aminmax(), norm_of(values, 2.0)]
@@ -294,14 +286,6 @@ def _counts(values: Tensor, edges: Tensor) -> Tensor:
     counts = places.bincount(minlength=len(edges) + 1)[1:-1].to(values)
     counts[-1] += (values == edges[-1]).sum()
     return counts
-
-
-def _zeros(numel: int, edges: Tensor) -> Row:
-    """The row of so many zeros."""
-    row = _row_of_piece(torch.zeros(1), edges)
-    row[0] = numel
-    row[_NUM_FIXED:] *= numel
-    return row.tolist()
 
 
 def _as_one(rows: Sequence[Row]) -> Row:

@@ -236,11 +236,7 @@ def _form_text(form: tuple[Any, ...]) -> str:
 
 
 def check_matrix(tensor: Tensor, name: str) -> None:
-    """Refuse ``tensor`` if its matrices cannot be assembled.
-
-    Raises:
-        ValueError: with ``name``.
-    """
+    """Refuse ``tensor`` if its matrices cannot be assembled."""
     if tensor.dim() not in (2, 3):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}: it is neither a matrix, of 2 dims, nor a stack of "
@@ -252,10 +248,8 @@ def check_matrix(tensor: Tensor, name: str) -> None:
 
 
 def checked_blocks(tensor: Tensor, name: str, given: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The rows of each matrix fused in ``tensor``, if ``given``.
-
-    Raises:
-        ValueError: they do not add up to its rows.
+    """The rows of each matrix fused in ``tensor``, if ``given``; refused if they do not add up to its
+    rows.
     """
     if given is None:
         return None

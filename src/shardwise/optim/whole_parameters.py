@@ -17,13 +17,11 @@ This is detected before anything is written, except in a step after one that cha
 """
 
 import inspect
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_bytes, check_flags, describe
-from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.regions import Region
 from shardwise.optim.flat_optimizer import FlatOptimizer
 from shardwise.optim.muon import Muon
@@ -39,16 +36,15 @@ from shardwise.optim.owner_exchange import (
     BATCH_BYTES,
     OwnerExchange,
     RoundKey,
-    SharingRanks,
     Stack,
     Travel,
     check_divisible,
     known_name,
     local_gradient,
     names_of,
+    sharing_of,
 )
 from shardwise.optim.owners import Block, BlockKey
-from shardwise.params.parameter import Param
 from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import own_rank
@@ -60,9 +56,6 @@ Changes = dict[int, dict[str, Any]]
 """The changes of a step to param groups, by group number; a key for each group that was stepped."""
 
 STEP = "WholeParameters.step"
-
-
-_stepped_by: "WeakKeyDictionary[Param, weakref.ref[WholeParameters]]" = WeakKeyDictionary()
 
 
 class WholeParameters(Optimizer):
@@ -205,6 +198,11 @@ class WholeParameters(Optimizer):
         names = names_of(self.param_groups)
         for param, name in zip(params, names, strict=True):
             check_divisible(param, name)
+            if self._single_owner and sharing_of(param) != sharing_of(params[0]):
+                raise ValueError(
+                    "WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
+                    f"{names[0]} and {name} are not. Leave some to another optimizer."
+                )
         fixed = {
             BlockKey(index, 0): 0 if self._single_owner else self._owner_of[param]
             for index, param in enumerate(params)
@@ -214,7 +212,7 @@ class WholeParameters(Optimizer):
         made = OwnerExchange(
             params,
             names,
-            [[Region((0,) * param.dim(), tuple(param.shape))] for param in params],
+            [[Region.all_of(param.shape)] for param in params],
             [
                 Travel((param.dtype, self._grad_dtype(param)), param.dtype, dtensor.plain(param).device)
                 for param in params
@@ -224,11 +222,6 @@ class WholeParameters(Optimizer):
             alike=lambda block: block.key,  # separate memory, aligned like any parameter's
             fixed=fixed,
         )
-        if self._single_owner and len(made.sharing) > 1:
-            raise ValueError(
-                "WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
-                f"{_not_among(params, names)} are not. Leave some to another optimizer."
-            )
         self._forget_plan()
         self._exchange = made
         self._params: list[Tensor] = params
@@ -316,7 +309,6 @@ class WholeParameters(Optimizer):
         exchange, problem = self._made(), None
         shards: _Shards | None = None
         try:
-            self._refuse_other_optimizers()
             shards = _Shards(self._params, self._names)
         except Exception as error:
             problem = error
@@ -324,19 +316,6 @@ class WholeParameters(Optimizer):
         assert shards is not None
         self._step_rounds(exchange, shards)
         return loss
-
-    def _refuse_other_optimizers(self) -> None:
-        for param, name in zip(self._params, self._names, strict=True):
-            if param.grad is None or (found := bucket_and_index(param)) is None:
-                continue
-            record = found[0].params[found[1]]
-            other = _stepped_by.get(record, lambda: None)()
-            if other not in (None, self):
-                raise ValueError(
-                    f"{name}: another WholeParameters, which is still there, has stepped it. Delete that one "
-                    "and what holds it, such as a scheduler, or leave the parameter out of one of them."
-                )
-            _stepped_by[record] = weakref.ref(self)
 
     def _step_rounds(self, exchange: OwnerExchange, shards: "_Shards") -> None:
         waits = self._waits_for_changes
@@ -420,14 +399,9 @@ class WholeParameters(Optimizer):
 class _Instance:
     """An instance of the class, over this rank's parameters of one round.
 
-    Args:
-        make: the class, with its options.
-        by_group: the indices of parameters, by param group.
-        wholes: the whole parameters.
-        params: the caller's parameters, by index.
-        groups: the caller's param groups.
-        state: by the caller's parameters; gets the instance's initial state.
-        beside: state under other keys.
+    ``make``: the class, with its options. ``by_group``: indices of parameters, by param group. ``params``,
+    ``groups``, ``state``: the caller's; the state gets the instance's initial one. ``beside``: state under
+    other keys.
     """
 
     def __init__(
@@ -496,7 +470,7 @@ class _Instance:
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
                 for key, value in _hyperparameters(group).items()
-                if key not in groups[number] or not _are_equal(groups[number][key], value)
+                if key not in groups[number] or not are_equal(groups[number][key], value)
             }
             for number, group in zip(self._groups, own_groups, strict=True)
         }
@@ -519,11 +493,7 @@ class _Instance:
 
 
 class _Shards:
-    """This rank's parts of parameters and of their current gradients.
-
-    Raises:
-        TypeError: the named parameter has a gradient with an impossible placement.
-    """
+    """This rank's parts of parameters and of their current gradients."""
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         self._locals = [dtensor.plain(param).detach() for param in params]
@@ -572,11 +542,11 @@ class _SharedClosure:
         names: Sequence[str],
         closure: Callable[[], Any],
     ) -> None:
-        (ranks,) = exchange.sharing
+        axes = exchange.axes()
         self._exchange = exchange
         self._make_shards = partial(_Shards, params, names)
         self._closure = closure
-        self._rank_group = RankGroup(ranks.axes[0].pg if ranks.axes else None)
+        self._rank_group = RankGroup(axes[0].pg if axes else None)
         self._is_evaluating = False
 
     def gather(self) -> Wholes:
@@ -654,15 +624,11 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) -> None:
-    """Add the changes of other instances.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Add the changes of other instances, which must be equal."""
     for number, values in changes.items():
         known = joint.setdefault(number, values)
         for key in {**known, **values}:
-            if key not in known or key not in values or not _are_equal(known[key], values[key]):
+            if key not in known or key not in values or not are_equal(known[key], values[key]):
                 raise ValueError(
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
@@ -671,11 +637,12 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                 )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether hyperparameters are equal; some are tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        return all(map(_are_equal, one, other))
+        return all(map(are_equal, one, other))
     return type(one) is type(other) and bool(one == other)
 
 
@@ -776,10 +743,3 @@ def _check_plain(values: Any, name: str) -> None:
                 f"{name}: {key!r} in its state is a DTensor, where WholeParameters has state whole, on one "
                 "rank. Load sharded states with shardwise.load_checkpoint, or full ones."
             )
-
-
-def _not_among(params: Sequence[Tensor], names: Sequence[str]) -> str:
-    """The first parameter, and one that is on other ranks."""
-    first = SharingRanks(params[0])
-    other = next(name for param, name in zip(params, names, strict=True) if not first.share(param))
-    return f"{names[0]} and {other}"

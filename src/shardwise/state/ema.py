@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.arguments import check_floating
 from shardwise.engine.module_state import module_states_at_rest
 from shardwise.layout.fqns import listed
-from shardwise.state.names import check_at_rest, each_once, parameters_of
+from shardwise.state.named_state import check_at_rest, each_once, named_parameters
 from shardwise.torch_compat import dtensor, foreach
 
 
@@ -78,7 +78,11 @@ class EMA:
         self._refuse_swapped("update()")
         module_states_at_rest("EMA.update", self._model)
         params = _averaged(self._model)
-        self._refuse_unfrozen(params)
+        if new := [name for name, p in params.items() if p.requires_grad and name not in self._averages]:
+            raise RuntimeError(
+                f"EMA: {listed(new)} were frozen when the EMA was made, and are trainable now, but not "
+                "averaged. Make the EMA once all that will train is unfrozen, or another one now."
+            )
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
         averages, weights = self._pairs(params)
         by_dtype: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -163,13 +167,6 @@ class EMA:
                 raise RuntimeError(f"EMA: {name} was sharded since: make the EMA after fully_shard.")
         return averages, weights
 
-    def _refuse_unfrozen(self, params: dict[str, nn.Parameter]) -> None:
-        if new := [name for name, p in params.items() if p.requires_grad and name not in self._averages]:
-            raise RuntimeError(
-                f"EMA: {listed(new)} were frozen when the EMA was made, and are trainable now, but not "
-                "averaged. Make the EMA once all that will train is unfrozen, or another one now."
-            )
-
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:
             raise RuntimeError(f"EMA: {what} inside swap(), where the model has the averages for weights.")
@@ -177,7 +174,7 @@ class EMA:
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
     """Floating-point parameters, each once."""
-    return each_once((name, param) for name, param in parameters_of(model) if param.is_floating_point())
+    return each_once((name, param) for name, param in named_parameters(model) if param.is_floating_point())
 
 
 def _forms(averages: dict[str, Tensor]) -> dict[str, Any]:

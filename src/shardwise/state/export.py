@@ -10,7 +10,7 @@ all of it is on the disk.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -27,9 +27,8 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
-from shardwise.state.disk import sync
 from shardwise.state.model_files import DTYPES, INDEX, SINGLE, import_safetensors
-from shardwise.state.names import check_at_rest, each_once, entries_of
+from shardwise.state.named_state import check_at_rest, each_once, entries_of
 
 SHARD_BYTES = 1 << 30
 """The size of a file, and what a rank holds to write it."""
@@ -78,9 +77,9 @@ def save_safetensors(
 
     def planned() -> tuple[dict[str, Tensor], list[ModelFile]]:
         check_at_rest(model, "save_safetensors")
-        _check_arguments(directory, max_shard_bytes, dtype, metadata)
-        import_safetensors()
-        tensors = each_once((entry.name, entry.value) for entry in entries_of(model) if entry.is_tensor)
+        _check_arguments(directory, metadata)
+        entries = entries_of(model).items()
+        tensors = each_once((name, entry.value) for name, entry in entries if entry.is_tensor)
         return tensors, plan_files("save_safetensors", tensors, dtype, max_shard_bytes)
 
     tensors, files = run_on_all_ranks(axes, device, planned)
@@ -88,23 +87,30 @@ def save_safetensors(
     told["metadata"] = sorted((metadata or {}).items())
     run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = list(gather_from_all(axes, None))
-    job = FileJob("save_safetensors", Path(directory), axes, device)
-    header = {**(metadata or {}), "format": "pt"}
-    try:
-        job.run_on_all_ranks(job.prepare)
+
+    def contents() -> Iterator[list[FileContents]]:
         for start in range(0, len(files), len(ranks)):
-            own: list[tuple[ModelFile, dict[str, Tensor]]] = []
+            own: list[FileContents] = []
             for file, rank in zip(files[start : start + len(ranks)], ranks, strict=False):
                 wholes = gather_full([tensors[name] for name in file.names], rank, file.dtypes)
-                if rank == job.rank:
+                if rank == own_rank():
                     on_host = [whole.cpu().contiguous() for whole in wholes if whole is not None]
                     own.append((file, dict(zip(file.names, on_host, strict=True))))
                 del wholes
-            job.run_on_all_ranks(partial(job.write, own, header))
-        job.run_on_all_ranks(lambda: job.finish(files))
-    except BaseException:
-        job.clear()
-        raise
+            yield own
+            del own
+
+    job = FileJob("save_safetensors", Path(directory), axes, device)
+    job.run(files, contents(), {**(metadata or {}), "format": "pt"})
+
+
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk: it survives a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,11 @@ class ModelFile:
     num_bytes: int
 
 
-def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> None:
+FileContents = tuple[ModelFile, dict[str, Tensor]]
+
+
+def _check_arguments(directory: Any, metadata: Any) -> None:
     check_type("save_safetensors", "directory", directory, "a folder, as a str or a Path", str, PathLike)
-    check_bytes("save_safetensors", "max_shard_bytes", max_shard_bytes)
-    check_floating("save_safetensors", dtype)
     if not isinstance(metadata, Mapping | None) or not all(
         isinstance(text, str) for pair in (metadata or {}).items() for text in pair
     ):
@@ -130,11 +137,12 @@ def _check_arguments(directory: Any, max_shard_bytes: Any, dtype: Any, metadata:
 def plan_files(
     caller: str, tensors: dict[str, Tensor], dtype: torch.dtype | None, limit: int
 ) -> list[ModelFile]:
-    """Distribute the tensors, in order, over files; floating-point ones become ``dtype``.
-
-    Raises:
-        TypeError: the format does not have a dtype.
+    """Distribute the tensors, in order, over files; floating-point ones become ``dtype``. Checks what is
+    given.
     """
+    check_bytes(caller, "max_shard_bytes", limit)
+    check_floating(caller, dtype)
+    import_safetensors()
     names, values = list(tensors), list(tensors.values())
     dtypes = [dtype if dtype and value.is_floating_point() else value.dtype for value in values]
     pairs = zip(names, dtypes, strict=True)
@@ -153,14 +161,27 @@ class FileJob:
     """Writing the files of one model, on one rank."""
 
     def __init__(self, caller: str, directory: Path, axes: list[Axis], device: torch.device) -> None:
-        self.rank = own_rank()
         self._caller = caller
         self._directory = directory
         self._partial = directory / ".model.partial"
         self._axes, self._device = axes, device
         self._is_first = is_first(axes)
 
-    def run_on_all_ranks(self, act: Callable[[], Any]) -> None:
+    def run(
+        self, files: list[ModelFile], contents: Iterator[list[FileContents]], header: dict[str, str]
+    ) -> None:
+        """Write ``files``; ``contents`` gives those that this rank writes next, as often on all ranks."""
+        self._on_all_ranks(self._prepare)
+        try:
+            for own in contents:
+                self._on_all_ranks(partial(self.write, own, header))
+                del own
+            self._on_all_ranks(partial(self._finish, files))
+        except BaseException:
+            self._clear()
+            raise
+
+    def _on_all_ranks(self, act: Callable[[], Any]) -> None:
         """Run ``act`` on all ranks; all raise if it fails on one."""
 
         def told() -> None:
@@ -173,12 +194,12 @@ class FileJob:
                 if self._directory.exists():
                     free = f" {shutil.disk_usage(self._directory).free} bytes are free on its file system."
                 raise RuntimeError(
-                    f"{self._caller}: rank {self.rank} cannot write to {self._directory} ({error}).{free}"
+                    f"{self._caller}: rank {own_rank()} cannot write to {self._directory} ({error}).{free}"
                 ) from error
 
         run_on_all_ranks(self._axes, self._device, told, says_rank=False)
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Make a folder for incomplete files; refuse those of another model, which could be confused."""
         if not self._is_first:
             return
@@ -187,10 +208,10 @@ class FileJob:
                 f"{self._caller}: {self._directory} has {found[0].name} in it already, and two models in "
                 "one folder could be mixed up. Choose an empty folder, or delete the old files first."
             )
-        self.clear()  # of a save that died
+        self._clear()  # of a save that died
         self._partial.mkdir(parents=True)
 
-    def write(self, own: list[tuple[ModelFile, dict[str, Tensor]]], header: dict[str, str]) -> None:
+    def write(self, own: list[FileContents], header: dict[str, str]) -> None:
         """Write the files of this rank, and sync them to disk."""
         from safetensors.torch import save_file
 
@@ -200,7 +221,7 @@ class FileJob:
             (self._partial / file.name).chmod(mode)
             sync(self._partial / file.name)
 
-    def finish(self, files: list[ModelFile]) -> None:
+    def _finish(self, files: list[ModelFile]) -> None:
         """Give the files their final names, the index last."""
         if not self._is_first:
             return
@@ -222,6 +243,6 @@ class FileJob:
         self._partial.rmdir()
         sync(self._directory)
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Remove incomplete files after a failure."""
         shutil.rmtree(self._partial, ignore_errors=True)

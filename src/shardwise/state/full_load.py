@@ -29,10 +29,9 @@ from shardwise.state.loading import (
     by_name,
     load_everywhere,
     load_from_one,
-    of_mapping,
 )
 from shardwise.state.model_files import ModelFiles, Paths
-from shardwise.state.names import StateEntry, entries_of
+from shardwise.state.named_state import entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
 T = TypeVar("T")
@@ -148,8 +147,8 @@ def _offer_of(source: Any) -> tuple[Any, Any]:
 def _opened(own: list[str] | dict[str, Any] | Pairs, files: ExitStack) -> FullSource:
     """Open a source that every rank has."""
     if isinstance(own, list):
-        return ModelFiles(own[0] if len(own) == 1 else own, files).whole()
-    return of_mapping(own if isinstance(own, dict) else by_name(own))
+        return ModelFiles(own[0] if len(own) == 1 else own, files)
+    return FullSource(own if isinstance(own, dict) else by_name(own))
 
 
 class _Load:
@@ -166,10 +165,7 @@ class _Load:
 
         told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
         run_on_all_ranks(self.axes, self.device, check, caller=CALLER, same=told)
-        self._targets = LoadTargets(CALLER, self._entries(), strict, converts)
-
-    def _entries(self) -> dict[str, StateEntry]:
-        return {entry.name: entry for entry in entries_of(self._model)}
+        self._targets = LoadTargets(CALLER, entries_of(model), strict, converts)
 
     def _together(self, act: Callable[[], T]) -> T:
         return run_on_all_ranks(self.axes, self.device, act)
@@ -202,7 +198,7 @@ class _Load:
         def write() -> None:
             pairs = iter(own.items()) if isinstance(own, dict) else own
             load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
-            self._targets.check_complete()
+            self._targets.refuse(self._targets.missing_problems())
 
         self._together(check)
         return self._written(write)
@@ -232,4 +228,4 @@ class _Load:
     def _give_memory(self) -> None:
         if is_on_meta(self._model):
             give_memory(self._model)
-            self._targets.entries = self._entries()
+            self._targets.entries = entries_of(self._model)

@@ -13,7 +13,7 @@ from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_given, axes_of_model, device_of_model
-from shardwise.state.names import check_at_rest, each_once, entries_of, parameters_of
+from shardwise.state.named_state import check_at_rest, each_once, entries_of, named_parameters
 from shardwise.state.optimizer_state import full_optimizer_state
 
 State = dict[str, Any]
@@ -73,9 +73,10 @@ def full_state_dict(
 
     told = {"rank0_only": rank0_only, "optimizer": "None" if optimizer is None else "an optimizer"}
     _check_together(model, check, "full_state_dict", told)
-    owner = _first_rank(model) if rank0_only else None
-    entries = {entry.name: entry.value for entry in entries_of(model)}
-    state = full_values(entries, owner, cpu)
+    owner = None
+    if rank0_only and dist.is_initialized():  # the model's first rank
+        owner = Broadcast(axes_of_model(model), None, device_of_model(model)).object(dist.get_rank())
+    state = full_values({name: entry.value for name, entry in entries_of(model).items()}, owner, cpu)
     if optimizer is None:
         return state
     return state, full_optimizer_state(model, optimizer, owner, cpu)
@@ -123,7 +124,9 @@ def iter_full_parameters(
         check_floating("iter_full_parameters", dtype)
         return _chosen(model, names)
 
-    told = {"bucket_bytes": bucket_bytes, "dtype": dtype, "names": _told_names(names)}
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    same_names = sorted(map(str, names)) if is_collection else names  # type: ignore[arg-type]
+    told = {"bucket_bytes": bucket_bytes, "dtype": dtype, "names": same_names}
     chosen = _check_together(model, check, "iter_full_parameters", told)
     return _full_parameters(chosen, bucket_bytes, dtype)
 
@@ -134,15 +137,8 @@ def _check_together(model: Any, check: Callable[[], T], caller: str, same: dict[
     return run_on_all_ranks(axes_of_model(model), device_of_model(model), check, caller=caller, same=same)
 
 
-def _told_names(names: Any) -> Any:
-    """The names asked for, whatever collection they are in."""
-    if isinstance(names, Collection) and not isinstance(names, str):
-        return sorted(map(str, names))
-    return names
-
-
 def _chosen(model: nn.Module, names: Collection[str] | None) -> list[tuple[str, nn.Parameter]]:
-    every = list(parameters_of(model))
+    every = list(named_parameters(model))
     if names is None:
         return list(each_once(every).items())
     if isinstance(names, str):
@@ -168,11 +164,3 @@ def _full_parameters(
             assert full is not None
             yield chosen[index][0], full
             del full
-
-
-def _first_rank(model: nn.Module) -> int | None:
-    """The global rank of the model's first rank; None without a process group."""
-    if not dist.is_initialized():
-        return None
-    broadcast = Broadcast(axes_of_model(model), None, device_of_model(model))
-    return broadcast.object(dist.get_rank())

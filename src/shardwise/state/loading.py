@@ -23,8 +23,7 @@ from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.model_ranks import Broadcast
 from shardwise.ranks.packing import Form, in_messages, num_packed_bytes, views_in
-from shardwise.state.named_state import memory_of
-from shardwise.state.names import StateEntry
+from shardwise.state.named_state import StateEntry, memory_of
 from shardwise.torch_compat import dtensor, tensor_impl
 
 Pairs = Iterator[tuple[str, Any]]
@@ -84,21 +83,19 @@ class LoadTargets:
             self.came[name] = None
             if problem := _misfit(name, found, entry):
                 problems.append(problem)
-            elif entry.is_tensor and found.dtype != entry.value.dtype:
+            elif entry.is_tensor and found.dtype != (own := entry.value.dtype):
                 self.converted[name] = None
-                if not (self.converts and _are_floating(found.dtype, entry.value.dtype)):
-                    dtypes.append(
-                        f"{name} is {found.dtype} in the source and {entry.value.dtype} in the model"
-                    )
+                are_floating = all(d is not None and d.is_floating_point for d in (found.dtype, own))
+                if not (self.converts and are_floating):
+                    dtypes.append(f"{name} is {found.dtype} in the source and {own} in the model")
         if dtypes:
-            problems.append(
-                f"dtypes differ: {listed(dtypes)} "
-                + ("(only floating-point values are converted)" if self.converts else _CONVERT)
-            )
+            hint = "pass convert_dtype=True to convert floating-point values"
+            hint = "only floating-point values are converted" if self.converts else hint
+            problems.append(f"dtypes differ: {listed(dtypes)} ({hint})")
         if self.is_strict is not False and self.unexpected:
             hint = " (pass strict=False to pass over them)" if self.is_strict else ""
             problems.append(f"unexpected in the source: {listed(self.unexpected)}{hint}")
-        self.refuse([*problems, *(self._missing_problems() if is_all else ())])
+        self.refuse([*problems, *(self.missing_problems() if is_all else ())])
 
     def refuse(self, problems: list[str]) -> None:
         """Raise if there are any."""
@@ -114,11 +111,8 @@ class LoadTargets:
             if name not in self.came and not (entry.is_tensor and id(entry.value) in there)
         ]
 
-    def check_complete(self) -> None:
-        """Refuse, if strict, that names are missing; without values of their own they always are."""
-        self.refuse(self._missing_problems())
-
-    def _missing_problems(self) -> list[str]:
+    def missing_problems(self) -> list[str]:
+        """What is wrong with missing names: if strict, all, and else those without values of their own."""
         missing = self.missing()
         empty = [
             name for name in missing if self.entries[name].is_tensor and self.entries[name].value.is_meta
@@ -145,11 +139,10 @@ class LoadTargets:
                 self.refuse([_broken_tie(other, name)])
 
     def without_repeats(self, pairs: Pairs) -> Pairs:
-        """Each tensor of the model once, under the first of its names that comes.
+        """Each tensor of the model once, under the first of its names that comes; others must have its
+        values.
 
-        Raises:
-            RuntimeError: another one comes with other values. Told apart by a digest, lest the first has to
-                be kept.
+        Values are told apart by a digest, lest the first has to be kept.
         """
         counts = Counter(id(entry.value) for entry in self.entries.values() if entry.is_tensor)
         first: dict[int, tuple[str, bytes]] = {}
@@ -187,9 +180,6 @@ class LoadTargets:
         (whole.view(1) if not shape else whole)[start : start + len(rows)].copy_(rows)
 
 
-_CONVERT = "(pass convert_dtype=True to convert floating-point values)"
-
-
 def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
     if entry.is_tensor != (found.shape is not None):
         return f"{name} is a tensor on one side only"
@@ -197,10 +187,6 @@ def _misfit(name: str, found: ShapeAndDtype, entry: StateEntry) -> str | None:
     if not entry.is_tensor or is_of_module or found.shape == tuple(entry.value.shape):
         return None
     return f"{name} has shape {found.shape} in the source and {tuple(entry.value.shape)} in the model"
-
-
-def _are_floating(*dtypes: torch.dtype | None) -> bool:
-    return all(dtype is not None and dtype.is_floating_point for dtype in dtypes)
 
 
 def _broken_tie(one: str, other: str) -> str:
@@ -221,22 +207,17 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(bytes_of(left.detach()), bytes_of(right.detach()))
 
 
-@dataclass(frozen=True)
 class FullSource:
-    """Full values that this rank can read by itself: names, shapes and dtypes, and how to read a region."""
+    """Full values that this rank can read by itself, by names, and what is known of them."""
 
-    facts: Mapping[str, ShapeAndDtype]
-    read: Callable[[str, Region], Any]
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.facts = {name: ShapeAndDtype.of(value) for name, value in values.items()}
 
-
-def of_mapping(values: Mapping[str, Any]) -> FullSource:
-    """Full values by names."""
-
-    def read(name: str, region: Region) -> Any:
-        value = values[name]
+    def read(self, name: str, region: Region) -> Any:
+        """A part of a value."""
+        value = self._values[name]
         return value[region.slices] if isinstance(value, Tensor) and value.dim() else value
-
-    return FullSource({name: ShapeAndDtype.of(value) for name, value in values.items()}, read)
 
 
 def by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -271,8 +252,7 @@ def load_everywhere(targets: LoadTargets, source: FullSource) -> None:
         if not entry.is_tensor:
             targets.whole[entry.key] = source.read(name, Region((), ()))
         elif not targets.goes_by_rows(name):
-            shape = source.facts[name].shape or ()
-            targets.whole[entry.key] = source.read(name, Region((0,) * len(shape), shape))
+            targets.whole[entry.key] = source.read(name, Region.all_of(source.facts[name].shape))
         else:
             region = own_region(entry.value)
             if region.numel:
@@ -314,36 +294,29 @@ class _RowTransfer:
 
     def send(self, blocks: "list[_RowBlock]", rows: list[Tensor | None] | None) -> None:
         """One message; ``rows`` on the rank that has them."""
-        directly: list[tuple[_RowBlock, Tensor | None]] = []
+        directly: list[Any] = []  # operations
         packed: list[tuple[_RowBlock, Tensor | None]] = []
         for block, some in zip(blocks, rows or [None] * len(blocks), strict=True):
             entry = self._targets.entries.get(block.name)
             if entry is None:
                 continue
+            scatter, target = self._scatter, entry.value
             if block.facts.shape is None:
                 self._targets.whole[entry.key] = block.value
+            elif (
+                scatter is None
+                or not self._targets.goes_by_rows(block.name)
+                or not scatter.takes(target, block.start, block.end)
+            ):
+                packed.append((block, some))
+            elif some is None:
+                directly += scatter.receive(target, block.start, block.end)
             else:
-                (directly if self._goes_directly(block) else packed).append((block, some))
-        works = self._send_directly(directly)
+                directly += scatter.send(target, block.start, some)
+        works = dist.batch_isend_irecv(directly) if directly else []
         self._send_packed(packed)
         for work in works:
             work.wait()
-
-    def _goes_directly(self, block: "_RowBlock") -> bool:
-        if self._scatter is None or not self._targets.goes_by_rows(block.name):
-            return False
-        return self._scatter.takes(self._targets.entries[block.name].value, block.start, block.end)
-
-    def _send_directly(self, some: "list[tuple[_RowBlock, Tensor | None]]") -> list[Any]:
-        operations: list[Any] = []
-        for block, rows in some:
-            assert self._scatter is not None
-            target = self._targets.entries[block.name].value
-            if rows is None:
-                operations += self._scatter.receive(target, block.start, block.end)
-            else:
-                operations += self._scatter.send(target, block.start, rows)
-        return dist.batch_isend_irecv(operations) if operations else []
 
     def _send_packed(self, some: "list[tuple[_RowBlock, Tensor | None]]") -> None:
         forms = [block.form for block, _ in some]

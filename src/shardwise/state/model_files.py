@@ -39,31 +39,24 @@ def import_safetensors() -> Any:
     return safetensors
 
 
-class ModelFiles:
+class ModelFiles(FullSource):
     """Open safetensors files. Headers are read when they are opened, values slice by slice."""
 
     def __init__(self, source: Paths, stack: ExitStack) -> None:
         """``stack`` closes them."""
+        super().__init__({})
         self._safetensors = import_safetensors()
         self._stack = stack
         self._slices: dict[str, tuple[Path, Any]] = {}
-        self._facts: dict[str, ShapeAndDtype] = {}
         for path, expected in _files_of(source).items():
             self._open(path, expected)
-
-    def whole(self) -> FullSource:
-        """The values in the files."""
-        return FullSource(self._facts, self._read)
 
     def _open(self, path: Path, expected: list[str] | None) -> None:
         try:
             file: Any = self._stack.enter_context(self._safetensors.safe_open(path, framework="pt"))
         except FileNotFoundError:
-            held = (
-                ""
-                if expected is None
-                else f", which should hold {', '.join(expected[:4])} according to the index"
-            )
+            held = f", which should hold {', '.join((expected or ())[:4])} according to the index"
+            held = "" if expected is None else held
             raise RuntimeError(f"{path} does not exist{held}. Was a part of the model not copied?") from None
         except Exception as error:
             raise RuntimeError(
@@ -75,22 +68,18 @@ class ModelFiles:
             raise RuntimeError(f"{path} does not hold {', '.join(lost[:4])}, which the index says is there.")
         for key in there if expected is None else expected:
             piece, name = file.get_slice(key), clean(key)
+            if (dtype := piece.get_dtype()) not in DTYPES:
+                raise RuntimeError(f"{path}: {key} is of the dtype {dtype}, for which torch has no tensors.")
             self._slices[name] = path, piece
-            self._facts[name] = ShapeAndDtype(tuple(piece.get_shape()), _dtype_of(path, key, piece))
+            self.facts[name] = ShapeAndDtype(tuple(piece.get_shape()), DTYPES[dtype])
 
-    def _read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """Read a part of a value."""
         path, piece = self._slices[name]
         try:
             return piece[region.slices] if region.sizes else piece[...]
         except Exception as error:
             raise RuntimeError(f"{path}: {name} cannot be read ({error}).") from None
-
-
-def _dtype_of(path: Path, key: str, piece: Any) -> torch.dtype:
-    found = piece.get_dtype()
-    if found not in DTYPES:
-        raise RuntimeError(f"{path}: {key} is of the dtype {found}, for which torch has no tensors.")
-    return DTYPES[found]
 
 
 def _files_of(source: Paths) -> dict[Path, list[str] | None]:
@@ -106,14 +95,8 @@ def _files_of(source: Paths) -> dict[Path, list[str] | None]:
         found = sorted(path.glob("*.safetensors"))
         if len(found) == 1:
             return {found[0]: None}
-        raise RuntimeError(
-            f"{path} has neither {INDEX} nor {SINGLE} in it"
-            + (
-                f", but {len(found)} other safetensors files: pass those that belong together."
-                if found
-                else "."
-            )
-        )
+        others = f", but {len(found)} other safetensors files: pass those that belong together"
+        raise RuntimeError(f"{path} has neither {INDEX} nor {SINGLE} in it{others if found else ''}.")
     return _files_of_index(path) if path.suffix == ".json" else {path: None}
 
 

@@ -1,6 +1,8 @@
-"""A model's and its optimizers' state under the names that checkpoints use.
+"""A model's and its optimizers' state under the names that saved states use: those of the model as written.
 
-The same names and nesting as torch's `get_state_dict(model, optimizer)`, so that either reads the other's:
+Wrappers (``torch.compile``, checkpointed blocks) add parts to names. Saved states leave them out, so that a
+model loads what was saved with other wrappers or without. An optimizer's state has
+the same names and nesting as torch's `get_state_dict(model, optimizer)`, so that either reads the other's:
 
     {"state": {"layer.weight": {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [...]}]}
 
@@ -11,23 +13,91 @@ without state has none in the checkpoint.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.engine.module_state import module_states_at_rest
+from shardwise.groups.shards import meta_message
+from shardwise.init.partial_loads import why_partly_loaded
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.whole_parameters import WholeParameters
-from shardwise.state.names import parameters_of as named_parameters
 from shardwise.torch_compat import dtensor, tensor_impl
 
+TensorT = TypeVar("TensorT", bound=Tensor)
 Optimizers = Sequence[torch.optim.Optimizer]
 OptimizerOrMany = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Names = dict[Tensor, list[str]]
 StatePath = tuple[Any, ...]
 """Where a value stands in nested dicts and lists: keys and indices, the outermost first."""
+
+
+def canonical(name: str, model: nn.Module) -> str:
+    """``name``, of something in ``model``, without the parts that wrappers put into it, DDP included."""
+    kept: list[str] = []
+    module: Any = model
+    for part in name.split("."):
+        is_of_ddp = isinstance(module, DistributedDataParallel) and part == "module"
+        if not is_of_ddp:
+            kept.append(part)
+        module = getattr(module, part, None)
+    return clean(".".join(kept))
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One entry of a state dict. ``key`` is its name there, ``value`` the parameter or buffer itself.
+
+    ``is_own``: it is one, and not something that a module or its hooks made for the state dict.
+    """
+
+    key: str
+    value: Any
+    is_own: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        """False for what modules save beside tensors (``get_extra_state``)."""
+        return isinstance(self.value, Tensor)
+
+
+def entries_of(model: nn.Module) -> dict[str, StateEntry]:
+    """The entries of ``model.state_dict()``, as modules and their hooks make it, by name."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    return {canonical(key, model): StateEntry(key, value, id(value) in own) for key, value in state.items()}
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Canonical names and parameters; a tied one under each of its names."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield canonical(name, model), param
+
+
+def each_once(named: Iterable[tuple[str, TensorT]]) -> dict[str, TensorT]:
+    """Tensors by the first of their names."""
+    first: dict[int, tuple[str, TensorT]] = {}
+    for name, tensor in named:
+        first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
+
+
+def check_at_rest(model: nn.Module, caller: str) -> None:
+    """Refuse a model in a forward or backward, or without values."""
+    module_states_at_rest(caller, model)
+    on_meta = [name for name, param in named_parameters(model) if param.is_meta]
+    if on_meta:
+        raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
+    if (why := why_partly_loaded(model)) is not None:
+        raise RuntimeError(
+            f"{caller}: the model is only partly loaded, because an earlier load failed ({why}): its values "
+            "are a mix of old and new ones. Load a complete checkpoint first."
+        )
 
 
 def parameter_names(model: nn.Module) -> Names:
@@ -168,16 +238,20 @@ def staged(value: Any) -> Any:
     """A copy of nested dicts and lists, with tensors in host memory."""
     copies: dict[Hashable, Tensor] = {}
 
-    def copied(_: StatePath, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return deepcopy(leaf)
-        local = dtensor.plain(leaf)
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(each) for key, each in value.items()}
+        if type(value) in (list, tuple) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+            return type(value)(map(copied, value))
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        local = dtensor.plain(value)
         memory = memory_of(local)
         if memory not in copies:  # tied parameters have several names and one memory: copied once
             copies[memory] = local.detach().to("cpu", copy=True)
-        return dtensor.placed_as(leaf, copies[memory])
+        return dtensor.placed_as(value, copies[memory])
 
-    return mapped(value, copied)
+    return copied(value)
 
 
 def memory_of(tensor: Tensor) -> Hashable:

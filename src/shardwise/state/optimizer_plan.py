@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.layout.fqns import listed
 from shardwise.optim.offload import _StateMover
+from shardwise.optim.whole_parameters import are_equal
 from shardwise.state.loading import ShapeAndDtype
 from shardwise.state.named_state import (
     Names,
@@ -84,9 +85,7 @@ def plan_groups(
 ) -> list[list[dict[str, Any]]]:
     """The param groups of each optimizer, with the saved hyperparameters, and numbers as ``params``.
 
-    Raises:
-        ValueError: parameters differ (if ``strict``), or are in other groups, or the groups are of another
-            kind of optimizer.
+    Refuses other parameters (if ``strict``), other groups, and groups of another kind of optimizer.
     """
     for optimizer in optimizers:
         check_parameters(optimizer, names)
@@ -184,18 +183,14 @@ def _check_alike(
             "only the model."
         )
     for key in first:
-        if key not in ("params", "param_names") and not _are_equal([each.get(key) for each in candidates]):
+        if key not in ("params", "param_names") and not all(
+            are_equal(first[key], each.get(key)) for each in candidates
+        ):
             raise ValueError(
                 f"{where}: group {index} of {kind} joins parameters of several groups there, which "
                 f"differ in '{key}': {listed(str(each.get(key)) for each in candidates)}. Build the "
                 "optimizer with the same groups as the one that was saved."
             )
-
-
-def _are_equal(values: Iterable[Any]) -> bool:
-    """Whether hyperparameters are equal; some are tensors."""
-    first, *others = values
-    return all(type(each) is type(first) and bool(each == first) for each in others)
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -262,7 +257,6 @@ def load_into(
 
     By its own method: ``set_optimizer_state_dict`` of torch.distributed.checkpoint makes a step of an
     optimizer that has made none, which counts as one where a parameter has no state to be loaded.
-
     `convert_dtype`: states of the form of their parameter take its dtype.
     """
     params = parameters_of(optimizer)

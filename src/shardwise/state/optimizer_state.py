@@ -26,7 +26,9 @@ from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_mode
 from shardwise.ranks.replicas import broadcast_tensors
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
+    StateEntry,
     StatePath,
+    check_at_rest,
     check_parameters,
     has_whole_state,
     leaves,
@@ -35,7 +37,6 @@ from shardwise.state.named_state import (
     parameters_of,
     state_of,
 )
-from shardwise.state.names import StateEntry, check_at_rest
 from shardwise.state.optimizer_plan import SavedState, load_into, plan_groups, plan_optimizers
 
 State = dict[str, Any]
@@ -208,8 +209,13 @@ def _by_name(
     _check_form(state, caller)
     keys = [key for group in state["param_groups"] for key in group["params"]]
     new: dict[Any, str]
-    if keys and all(isinstance(key, int) for key in keys):
-        new = _names_by_id(keys, own, caller)
+    if keys and all(isinstance(key, int) for key in keys):  # parameters are paired by position
+        if sorted(keys) != list(range(len(own))):
+            raise RuntimeError(
+                f"{caller}: the state is of an optimizer with {len(keys)} parameters, and this one has "
+                f"{len(own)}. Build it over the same parameters."
+            )
+        new = dict(zip(keys, own, strict=True))
     else:
         new = {key: clean(key) for key in (*keys, *state["state"])}
     if lost := [key for key in state["state"] if key not in new]:
@@ -230,16 +236,6 @@ def _own_names(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) 
     return [names[param][0] for param in parameters_of(optimizer)]
 
 
-def _names_by_id(ids: list[int], names: list[str], caller: str) -> dict[int, str]:
-    """Names by id; parameters are paired by position, as optimizers do."""
-    if sorted(ids) != list(range(len(names))):
-        raise RuntimeError(
-            f"{caller}: the state is of an optimizer with {len(ids)} parameters, and this one has "
-            f"{len(names)}. Build it over the same parameters."
-        )
-    return dict(zip(ids, names, strict=True))
-
-
 def _check_form(state: Any, caller: str) -> None:
     def are_groups(groups: Any) -> bool:
         return isinstance(groups, (list, tuple)) and all(
@@ -251,11 +247,8 @@ def _check_form(state: Any, caller: str) -> None:
 
     is_dict = isinstance(state, Mapping)
     if not (is_dict and are_states(state.get("state")) and are_groups(state.get("param_groups"))):
-        found = (
-            f"a dict with {listed(map(repr, state), 4) or 'nothing in it'}"
-            if is_dict
-            else f"a {type(state).__name__}"
-        )
+        inside = listed(map(repr, state), 4) or "nothing in it" if is_dict else ""
+        found = f"a dict with {inside}" if is_dict else f"a {type(state).__name__}"
         raise RuntimeError(
             f"{caller}: state is {found}, where the state of an optimizer has 'state', a dict for each "
             "parameter, and 'param_groups', a list of dicts with 'params' in each."
@@ -317,7 +310,7 @@ class _OptimizerLoad:
                 target = self._plan.blanks.get(place)
                 if target is None:  # another rank has it whole; all take part in sending it
                     target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
-                entries[_label(place)] = StateEntry(_label(place), "", target, True)
+                entries[_label(place)] = StateEntry("", target, True)
         self.targets = LoadTargets(LOAD, entries, is_strict=None, converts=False)
 
     def finish(self) -> None:
