@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, shard_model
 from shardwise.dry_run.fake_world import fake_world
-from shardwise.strategies.auto import AutoOptions, Search
-from shardwise.strategies.choice import Choice, Trial, remembered
+from shardwise.strategies.auto import AutoOptions, Choice, Search, Trial, remembered
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds
 

@@ -64,9 +64,8 @@ class StrategyEstimate:
         """The highest of the peaks."""
         return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         strategy: str,
         mesh: dict[str, int],
         is_checkpointed: bool,
@@ -85,7 +84,7 @@ class StrategyEstimate:
         def most(kind: str) -> int:
             return max(moment.by_kind[kind] for moment in step.timeline)
 
-        return cls(
+        return StrategyEstimate(
             strategy,
             mesh,
             is_checkpointed,

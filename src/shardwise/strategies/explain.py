@@ -15,8 +15,8 @@ from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import ruled
 from shardwise.setup.validation import class_name
+from shardwise.strategies.auto import remembered
 from shardwise.strategies.block_options import done_lines
-from shardwise.strategies.choice import remembered
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
 

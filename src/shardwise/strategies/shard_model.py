@@ -44,7 +44,7 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
-from shardwise.strategies.auto import AutoOptions, choose
+from shardwise.strategies.auto import AutoOptions, choose, remember
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -53,7 +53,6 @@ from shardwise.strategies.block_options import (
     modules_to_checkpoint,
     note_done,
 )
-from shardwise.strategies.choice import remember
 from shardwise.strategies.meshes import Strategy
 from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
 from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy
