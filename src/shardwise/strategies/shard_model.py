@@ -19,7 +19,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
-from shardwise.strategies.auto import AutoOptions, choose, remember
+from shardwise.strategies.auto import AutoOptions, Shard, choose, remember
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -186,7 +185,9 @@ def shard_model(
     mp_policy = precision_named("shard_model", mp_policy)
     offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
-    ignored = _ignored_params(ignored_params, left_alone)
+    check_ignored(ignored_params)
+    inside = {p for m in left_alone for p in m.parameters(recurse=False) if not isinstance(p, DTensor)}
+    ignored = {*(ignored_params or ()), *inside}
     taken = {p for m in model.modules() if owner_of(m) is not None for p in m.parameters(recurse=False)}
     ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
@@ -198,8 +199,8 @@ def shard_model(
         _refuse_beside_auto(
             overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
         )
-        same_for_copies = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
-        shard = partial(_shard_copy, model, blocks, checkpointed, ignored, same_for_copies)
+        same = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
+        shard = _shard_copies(model, blocks, checkpointed, ignored, same)
         dtype = getattr(mp_policy, "param_dtype", None)
         choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
@@ -220,7 +221,9 @@ def shard_model(
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
-        groups = merge_neighbours(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plans.__getitem__)
+        wanted = "a number of megabytes above 0, or None for a group of each module"
+        check_number("shard_model", "bucket_cap_mb", bucket_cap_mb, wanted, above=0, kinds=(int, float))
+        groups = merge_neighbours(model, blocks, ids, int(bucket_cap_mb * 1e6), plans.__getitem__)
     for modules in [*groups, [model]]:
         together: Any = modules if len(modules) > 1 else modules[0]
         fully_shard(
@@ -250,33 +253,33 @@ def _refuse_beside_auto(**given: Any) -> None:
             )
 
 
-def _shard_copy(
+def _shard_copies(
     model: nn.Module,
     blocks: list[nn.Module],
     checkpointed: list[nn.Module],
     ignored: set[nn.Parameter],
     options: dict[str, Any],
-    copy: nn.Module,
-    mesh: DeviceMesh,
-    strategy: str,
-    overrides: Overrides,
-) -> None:
-    """Shard ``copy`` as ``model`` would be, for a dry run."""
-    params = zip(model.parameters(), copy.parameters(), strict=True)
-    copies = dict(zip(model.modules(), copy.modules(), strict=True))
-    wanted = {copies[block] for block in blocks}
-    again = {copies[module] for module in checkpointed}
-    shard_model(
-        copy,
-        strategy=cast(Strategy, strategy),
-        wrap=WrapWhere(lambda module: module in wanted) if wanted else None,
-        mesh=mesh,
-        overrides=overrides,
-        ignored_params={own for param, own in params if param in ignored},
-        activation_checkpointing=again.__contains__ if again else False,
-        check_equal_weights=False,
-        **options,
-    )
+) -> Shard:
+    """A function that shards copies of ``model`` as it would be, for dry runs."""
+
+    def shard(copy: nn.Module, mesh: DeviceMesh, strategy: str, overrides: Overrides) -> None:
+        params = zip(model.parameters(), copy.parameters(), strict=True)
+        copies = dict(zip(model.modules(), copy.modules(), strict=True))
+        wanted = {copies[block] for block in blocks}
+        again = {copies[module] for module in checkpointed}
+        shard_model(
+            copy,
+            strategy=cast(Strategy, strategy),
+            wrap=WrapWhere(lambda module: module in wanted) if wanted else None,
+            mesh=mesh,
+            overrides=overrides,
+            ignored_params={own for param, own in params if param in ignored},
+            activation_checkpointing=again.__contains__ if again else False,
+            check_equal_weights=False,
+            **options,
+        )
+
+    return shard
 
 
 def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
@@ -285,8 +288,8 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
         raise TypeError(
             f"shard_model: ignored_modules is {describe(modules)}; pass a list or set of modules."
         )
-    found: set[nn.Module] = set()
-    for module in modules or ():
+    modules = list(modules or ())
+    for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
         if is_sharded(module):
@@ -294,14 +297,7 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
                 f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
                 "its own fully_shard; such modules are left as they are without being named."
             )
-        found |= set(module.modules())
-    return found
-
-
-def _ignored_params(params: Any, modules: set[nn.Module]) -> set[nn.Parameter]:
-    check_ignored(params)
-    inside = {p for module in modules for p in module.parameters(recurse=False) if not isinstance(p, DTensor)}
-    return {*(params or ()), *inside}
+    return {inner for module in modules for inner in module.modules()}
 
 
 def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[nn.Module]) -> list[nn.Module]:
@@ -314,12 +310,6 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     for block in blocks:
         check_modules(block)
     return blocks
-
-
-def _cap_in_bytes(megabytes: Any) -> int:
-    wanted = "a number of megabytes above 0, or None for a group of each module"
-    check_number("shard_model", "bucket_cap_mb", megabytes, wanted, above=0, kinds=(int, float))
-    return int(megabytes * 1e6)
 
 
 # --- before anything is touched -------------------------------------------------------------------
