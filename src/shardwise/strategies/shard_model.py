@@ -47,7 +47,6 @@ from shardwise.strategies.auto import AutoOptions, Shard, choose, remember
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
     checkpoint_activations,
-    compile_modules,
     compile_options,
     modules_to_checkpoint,
     note_done,
@@ -237,7 +236,8 @@ def shard_model(
             sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
     checkpoint_activations(checkpointed)
     compiled = [] if compiling is None else blocks or [model]
-    compile_modules(compiled, compiling or {})
+    for module in compiled:
+        module.compile(**(compiling or {}))
     note_done(model, activation_checkpointing=checkpointed, compiled=compiled)
     if choice is not None:
         remember(model, choice)
