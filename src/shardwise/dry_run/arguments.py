@@ -139,16 +139,9 @@ def known_optimizers() -> list[str]:
 
 
 def optimizers_named(caller: str, optimizer: Any, *, is_foreach: bool) -> Optimizers:
-    """What makes the optimizers of some parameters.
+    """What makes the optimizers of some parameters: those of a name, or what a class or a function returns.
 
-    Args:
-        caller: the call whose argument it is, for messages.
-        optimizer: a name, a class, or a function of a list of parameters that returns an optimizer.
-        is_foreach: whether those by name take all parameters at once, as torch does on a GPU.
-
-    Raises:
-        ValueError: there is no such optimizer.
-        TypeError: it is neither a name nor can be called, or returns something else.
+    ``is_foreach``: whether those by name take all parameters at once, as torch does on a GPU.
     """
     known = known_optimizers()
     wanted = f"a name ({', '.join(known)}), a class, or a function of the list of parameters"

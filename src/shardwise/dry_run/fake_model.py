@@ -19,10 +19,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with its parameters and buffers on the meta device. No memory of them is read.
 
     Tied parameters stay tied. Hooks of modules are copied, those of parameters are not.
-
-    Raises:
-        NotImplementedError: a parameter is a DTensor, or of another class that does more than hold numbers.
-        TypeError: something in the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -45,13 +45,11 @@ class Trial:
     """A strategy that was run on fake tensors, or for which that was not needed.
 
     Attributes:
-        strategy: its name.
         kept: the groups that it keeps unsharded from forward to backward though its name does not say so, in
             the order of forward; each by the names of its modules.
         num_bytes: the highest peak of a step on a rank; if it was not run, of parameters alone.
         where: in which phase and group that is; empty if it was not run.
-        sent: bytes that a rank sends in a step.
-        exposed: bytes that count; see :func:`shard_model`.
+        sent, exposed: bytes that a rank sends in a step, and those that count; see :func:`shard_model`.
         order: all groups but the root's, in the order of forward.
     """
 
@@ -94,12 +92,8 @@ class Trial:
 class Choice:
     """What was chosen, of what, and what the figures are for.
 
-    Attributes:
-        trial: the choice.
-        trials: all that is worth telling, in the order in which they were tried.
-        memory: of a rank, in bytes, as named by the caller.
-        usable: how much of it may be used.
-        assumptions: the optimizer and the batch, in words.
+    ``trials`` are in the order in which they were tried. ``memory``: of a rank, in bytes; ``usable``: how
+    much of it may be used. ``assumptions``: the optimizer and the batch, in words.
     """
 
     trial: Trial

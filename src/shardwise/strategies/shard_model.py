@@ -106,8 +106,7 @@ def shard_model(
     ``auto`` chooses the candidate that fits in ``memory`` and exposes the fewest bytes. Candidates are
     ``ddp``, ``zero2``, ``zero3`` with as many of the last blocks kept unsharded from forward to backward as
     fit, and the hybrid strategies if the ranks have a mesh for them. Exposed bytes are those that a rank
-    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others.
-    Computation covers some of them; since it depends on the machines how many, all of them count. Between
+    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others. Between
     equal candidates, it chooses the one that sends less within hosts, then the one that holds less. Like
     :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for each candidate, on all ranks.
     A tenth of ``memory`` stays free for what these steps do not count. :func:`explain` shows the choice and
@@ -317,19 +316,11 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
 
 def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     """For each block and the model: the modules whose parameters will be in its group."""
-    own: dict[nn.Module, list[nn.Module]] = {block: [] for block in (*blocks, model)}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, owner: nn.Module) -> None:
-        if module in seen or owner_of(module) is not None:
-            return
-        seen.add(module)
-        owner = module if module in own else owner
-        own[owner].append(module)
-        for child in module.children():
-            visit(child, owner)
-
-    visit(model, model)
+    taken: set[nn.Module] = set()
+    own = {}
+    for block in (*blocks, model):
+        own[block] = [m for m in block.modules() if m not in taken and owner_of(m) is None]
+        taken.update(own[block])
     return own
 
 

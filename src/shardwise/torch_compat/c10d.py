@@ -132,7 +132,7 @@ def reduce_scatter_coalesced(
     return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
 
 
-def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
+def _backend_of(pg: Any, device: torch.device) -> Any:
     """The back end for ``device`` in ``pg``; None of a process group that is written in Python."""
     try:
         return pg._get_backend(device)
@@ -211,7 +211,6 @@ def subgroup(
     name = f"shardwise_{purpose}_{parent.group_name}_{'_'.join(map(str, ranks))}"
     while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
         name += "'"
-    timeout = timeout_of(parent, device)
     backend = backend or _registered_name(parent, device)
     bound: dict[str, Any] = {}
     if backend in _NCCL and backend_name(parent, device) in ("nccl2", "nccl-lazy"):
@@ -220,16 +219,8 @@ def subgroup(
         bound = {"device_id": _with_index(device), "backend_options": options}
     make: Any = c10d._new_process_group_helper
     with _without_split():
-        pg, _ = make(
-            len(ranks),
-            own,
-            ranks,
-            c10d.Backend(backend),
-            job_store(),
-            name,
-            timeout=timeout,
-            **bound,
-        )
+        args = len(ranks), own, ranks, c10d.Backend(backend), job_store(), name
+        pg, _ = make(*args, timeout=timeout_of(parent, device), **bound)
     c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
     return pg
 
@@ -264,18 +255,16 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     backend = _backend_of(pg, device)
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
-    elif backend is not None and is_nccl(
-        pg, device
-    ):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+    elif backend is not None and is_nccl(pg, device):
+        # Made by ``subgroup`` with ``lazy_init``, which no call but a collective ends.
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
 def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     """The timeout of collectives of ``pg``; nothing public tells it."""
     try:
-        assert pg is not None
-        return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
-    except (RuntimeError, AttributeError, TypeError, AssertionError):
+        return _backend_of(pg, device).options._timeout  # type: ignore[no-any-return]
+    except (RuntimeError, AttributeError, TypeError):
         return dist.distributed_c10d.default_pg_timeout
 
 
@@ -372,7 +361,7 @@ def ranks_of(pg: dist.ProcessGroup) -> list[int]:
 def can_allocate(pg: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the back end of ``pg`` has an allocator of its own for ``device``."""
     try:
-        return bool(pg._get_backend(device).supports_tensor_alloc(device))
+        return bool(_backend_of(pg, device).supports_tensor_alloc(device))
     except (RuntimeError, AttributeError, TypeError):
         return False
 

@@ -10,6 +10,7 @@ transfer is not covered is what is waited for:
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from shardwise.layout.text_tables import ruled
 from shardwise.tracing.records import (
@@ -123,7 +124,19 @@ def cells(recording: Recording) -> list[list[str]]:
         sum((work.reduction for work in works), Traffic()),
         sum(work.computed_ns for work in works),
     )
-    return [_cells(work) for work in (*works, total)]
+    return [
+        [
+            work.name,
+            str(work.unshards),
+            str(work.reductions),
+            f"{work.both.num_bytes / 1e6:,.{1 if work.both.num_bytes >= 1e6 else 4}f}",
+            f"{work.both.ns / 1e6:,.1f}",
+            f"{work.both.waited_ns / 1e6:,.1f}",
+            f"{work.both.uncovered:.0%}",
+            f"{work.computed_ns / 1e6:,.1f}",
+        ]
+        for work in (*works, total)
+    ]
 
 
 def summary(recording: Recording) -> str:
@@ -146,21 +159,6 @@ def title(recording: Recording) -> str:
 def ms(ns: float) -> str:
     """Nanoseconds as text, in ms."""
     return f"{ns / 1e6:,.1f} ms"
-
-
-def _cells(work: TracedWork) -> list[str]:
-    both = work.both
-    megabytes = both.num_bytes / 1e6
-    return [
-        work.name,
-        str(work.unshards),
-        str(work.reductions),
-        f"{megabytes:,.1f}" if megabytes >= 1 else f"{megabytes:.4f}",
-        f"{both.ns / 1e6:,.1f}",
-        f"{both.waited_ns / 1e6:,.1f}",
-        f"{both.uncovered:.0%}",
-        f"{work.computed_ns / 1e6:,.1f}",
-    ]
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -226,18 +224,16 @@ def _on_host(recording: Recording) -> Iterator[str]:
 def _late_prefetch(recording: Recording) -> dict[tuple[TracedGroup, str], list[Span]]:
     """By group and phase, the waits for all-gathers that one more group of prefetch would cover."""
     found = {}
-    for group in recording.groups:
-        if group.prefetch is None:
-            continue
-        for phase in dict.fromkeys(s.phase for s in recording.of_row(ALL_GATHER) if s.phase):
-            waits = [
-                s
-                for s in recording.waits()
-                if (s.name, s.phase, s.awaits) == (group.name, phase, ALL_GATHER)
-                and s.uncovered_ns > _SHARE_WORTH_A_WORD * recording.end_ns
-            ]
-            if waits and all(_is_coverable(recording, wait) for wait in waits):
-                found[group, phase] = waits
+    phases = dict.fromkeys(span.phase for span in recording.of_row(ALL_GATHER) if span.phase)
+    for group, phase in product(recording.groups, phases):
+        waits = [
+            wait
+            for wait in recording.waits()
+            if (wait.name, wait.phase, wait.awaits) == (group.name, phase, ALL_GATHER)
+            and wait.uncovered_ns > _SHARE_WORTH_A_WORD * recording.end_ns
+        ]
+        if group.prefetch is not None and waits and all(_is_coverable(recording, wait) for wait in waits):
+            found[group, phase] = waits
     return found
 
 
@@ -245,12 +241,21 @@ def _on_prefetch(
     recording: Recording, late: Mapping[tuple[TracedGroup, str], Sequence[Span]]
 ) -> Iterator[str]:
     """A sentence for the groups of a phase."""
-    sharing: dict[tuple[str, int], list[tuple[TracedGroup, float]]] = {}
+    sharing: dict[tuple[str, int], dict[TracedGroup, float]] = {}
     for (group, phase), waits in late.items():
         mean = sum(wait.uncovered_ns for wait in waits) / len(waits)
-        sharing.setdefault((phase, (group.prefetch or 0) + 1), []).append((group, mean))
+        sharing.setdefault((phase, (group.prefetch or 0) + 1), {})[group] = mean
+    unless = "" if recording.is_aligned else "where no rank is late, "
     for (phase, prefetch), some in sharing.items():
-        yield _sentence(phase, prefetch, some, "" if recording.is_aligned else "where no rank is late, ")
+        names, longest = [group.name for group in some], ms(max(some.values()))
+        more = f"({max(group.unsharded_bytes for group in some) / 1e6:,.1f} MB more in memory)"
+        would = f"{unless}prefetch={prefetch} would cover it {more}."
+        if len(names) == 1:
+            yield f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
+        else:
+            most = [*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])]
+            who = f"{', '.join(most[:-1])} and {most[-1]}"
+            yield f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def _on_uncovered(
@@ -291,26 +296,11 @@ def _is_coverable(recording: Recording, wait: Span) -> bool:
         return False
     begin, end = earlier[-1], own.start_ns
     between = [s for s in recording.spans if begin < s.start_ns < end]
-    computed = {s.phase for s in between if s.row == COMPUTATION}
-    if any(s.row == OPTIMIZER for s in between) or any(_other(phase, own.phase) for phase in computed):
+    passes = {s.phase == FORWARD for s in between if s.row == COMPUTATION}
+    if any(s.row == OPTIMIZER for s in between) or (own.phase != FORWARD) in passes:
         return False  # the one before is of another pass
     others = [s for s in recording.spans if s.row in TRANSFERS and s is not own]
     return end - begin - length(others, begin, end) >= wait.uncovered_ns
-
-
-def _other(one: str, two: str) -> bool:
-    return (one == FORWARD) != (two == FORWARD)
-
-
-def _sentence(phase: str, prefetch: int, some: Sequence[tuple[TracedGroup, float]], unless: str) -> str:
-    names = [group.name for group, _ in some]
-    longest = ms(max(ns for _, ns in some))
-    more = f"({max(group.unsharded_bytes for group, _ in some) / 1e6:,.1f} MB more in memory)"
-    would = f"{unless}prefetch={prefetch} would cover it {more}."
-    if len(some) == 1:
-        return f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
-    who = " and ".join(names) if len(some) == 2 else f"{', '.join(names[:2])} and {len(some) - 2} more"
-    return f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:

@@ -123,7 +123,10 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     monitor = monitor_of_job()
     with monitor.call("trace", lambda: axes):
         module_states = run_on_all_ranks(axes, device, lambda: _module_states_to_trace(model))
-        clock = _clock(module_states, axes, device)
+        if axes:  # all ranks begin here
+            all_reduce_max(together := torch.zeros(1, device=device), axes)
+            together.item()  # on a device, the host waits
+        clock = Clock(module_states[0].group.device)
     recorder = Recorder(module_states, clock, is_aligned=on_all_ranks)
     found = Trace()
     try:
@@ -150,11 +153,3 @@ def _module_states_to_trace(model: Any) -> list[ModuleState]:
             "the first one, or record all in it."
         )
     return module_states
-
-
-def _clock(module_states: Sequence[ModuleState], axes: Sequence[Axis], device: torch.device) -> Clock:
-    """A clock that begins when all ranks have come here."""
-    if axes:
-        all_reduce_max(together := torch.zeros(1, device=device), axes)
-        together.item()  # on a device, the host waits
-    return Clock(module_states[0].group.device)
