@@ -178,14 +178,6 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
     return names
 
 
-def _mesh_shape(strategy: str, sizes: tuple[int, ...]) -> dict[str, int]:
-    """The sizes of the mesh dimensions of a strategy, by their names."""
-    roles = STRATEGIES[strategy].roles
-    if len(roles) == 2:
-        return dict(zip(roles, sizes, strict=True))
-    return {roles[0]: torch.Size(sizes).numel()}
-
-
 # --- dry runs -------------------------------------------------------------------------------------
 
 
@@ -220,7 +212,8 @@ class _Runs:
                 check_equal_weights=False,
             )
 
-        shape = _mesh_shape(strategy, sizes)
+        roles = STRATEGIES[strategy].roles
+        shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
         step = dry_run(self.training, shape, shard)
         self.done += 1
         has_batch = self.training.call is not None

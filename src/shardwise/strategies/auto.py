@@ -31,7 +31,8 @@ from shardwise.strategies.module_trees import range_of_names
 from shardwise.strategies.overrides import Overrides
 
 _log = logging.getLogger(__name__)
-_CHOICE = "_shardwise_choice"  # in the dict of the module that was sharded
+CHOICE = "_shardwise_choice"
+"""Where the dict of the module that was sharded has its ``Choice``, for ``explain``."""
 
 Shard = Callable[[nn.Module, DeviceMesh, str, Overrides], Any]
 """Shards a copy of the model over a mesh by the strategy of this name, with these overrides."""
@@ -139,16 +140,6 @@ def _table(trials: Sequence[Trial], usable: int) -> list[str]:
         else:
             cells.append([str(trial), f"> {peak}", "parameters alone", "", "", fits])
     return ruled(cells, right=(1, 3, 4))
-
-
-def remember(model: nn.Module, choice: Choice) -> None:
-    """Have ``explain`` know of it."""
-    model.__dict__[_CHOICE] = choice
-
-
-def remembered(model: nn.Module) -> Choice | None:
-    """What was chosen for ``model``, if anything was."""
-    return model.__dict__.get(_CHOICE)
 
 
 # --- the search -----------------------------------------------------------------------------------

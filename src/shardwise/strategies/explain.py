@@ -14,7 +14,7 @@ from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import ruled
 from shardwise.setup.validation import class_name
-from shardwise.strategies.auto import remembered
+from shardwise.strategies.auto import CHOICE
 from shardwise.strategies.block_options import done_lines
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
@@ -81,7 +81,7 @@ def explain(model: nn.Module) -> str:
         number, megabytes = shown(numel, sum(param.numel() * param.element_size() for param in left))
         what = f"{number} parameter{'s' * (numel != 1)}, {megabytes} MB"
         lines.append(f"not managed: {what} ({listed(left.values(), 4)})")
-    choice = remembered(model)
+    choice = model.__dict__.get(CHOICE)
     chosen = [] if choice is None else ["", *choice.table()]
     return "\n".join([*lines, *done_lines(model), *chosen, *_traced(rows)])
 

@@ -1,16 +1,7 @@
 """``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
 
-A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrapping.py chooses.
-
-                   over a host's ranks   over hosts    full parameters are kept
-    ddp            replicated            replicated    for ever
-    zero1          sharded               sharded       until the shards change
-    zero2          sharded               sharded       from forward to the end of backward
-    zero3          sharded               sharded       while a block runs
-    hybrid         sharded               replicated    while a block runs
-    hybrid_zero2   sharded               replicated    from forward to the end of backward
-
-``"auto"`` names none of these: auto.py chooses one.
+A strategy is a mesh and two settings of ``fully_shard`` (meshes.py); what it is applied to, wrapping.py
+chooses. ``"auto"`` names none: auto.py chooses one.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (https://arxiv.org/abs/1910.02054).
@@ -43,7 +34,7 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
-from shardwise.strategies.auto import AutoOptions, Shard, choose, remember
+from shardwise.strategies.auto import CHOICE, AutoOptions, Shard, choose
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -239,7 +230,7 @@ def shard_model(
         module.compile(**(compiling or {}))
     note_done(model, activation_checkpointing=checkpointed, compiled=compiled)
     if choice is not None:
-        remember(model, choice)
+        model.__dict__[CHOICE] = choice
     return cast(ShardedModule, model)
 
 

@@ -15,11 +15,10 @@ from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all
 from shardwise.ranks.replicas import are_fake
-from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
+from shardwise.tracing.analysis import TracedWork, advice, compare, summary, work_of_groups
 from shardwise.tracing.files import writer_for
 from shardwise.tracing.recorder import Recorder, TracedRoot
 from shardwise.tracing.records import Recording
-from shardwise.tracing.stragglers import compare
 from shardwise.tracing.timeline import Clock
 
 
