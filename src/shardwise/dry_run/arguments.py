@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.arguments import check_module, check_type
-from shardwise.dry_run.step import Call, Optimizers
+from shardwise.dry_run.step import Call, Optimizers, Training
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat import pytree
 
@@ -56,7 +56,16 @@ def memory_in_bytes(caller: str, memory: Any) -> int:
     return num_bytes
 
 
-def call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
+def training_of(
+    caller: str, model: nn.Module, name: str, batch: Any, loss: Any, optimizer: Any, on_host: bool
+) -> Training:
+    """What ``caller`` was asked to try. ``batch``: its argument ``name``; None: no computation."""
+    call = None if batch is None else _call_on(caller, name, batch, loss)
+    # By name, optimizers take all parameters at once on a device, as torch has them do there.
+    return Training(model, call, _optimizers_named(caller, optimizer, is_foreach=not on_host), on_host)
+
+
+def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
     """How to run a model's forward on fake tensors like ``batch``, the argument ``name`` of ``caller``."""
     sample = _from_text(f"{caller}: {name}", batch) if isinstance(batch, str) else batch
 
@@ -138,11 +147,8 @@ def known_optimizers() -> list[str]:
     return [name for name, (cls, _) in _KNOWN.items() if hasattr(torch.optim, cls)]
 
 
-def optimizers_named(caller: str, optimizer: Any, *, is_foreach: bool) -> Optimizers:
-    """What makes the optimizers of some parameters: those of a name, or what a class or a function returns.
-
-    ``is_foreach``: whether those by name take all parameters at once, as torch does on a GPU.
-    """
+def _optimizers_named(caller: str, optimizer: Any, *, is_foreach: bool) -> Optimizers:
+    """What makes the optimizers of some parameters, by a name, a class or a function."""
     known = known_optimizers()
     wanted = f"a name ({', '.join(known)}), a class, or a function of the list of parameters"
     check_type(caller, "optimizer", optimizer, wanted, str, Callable)

@@ -6,18 +6,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, optimizers_named, shapes_of
+from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.step import Training, dry_run
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
 from shardwise.setup.validation import check_offload, check_precision
-from shardwise.strategies import shard_model
 from shardwise.strategies.block_options import ActivationCheckpointing, modules_to_checkpoint
 from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
 from shardwise.strategies.overrides import offload_named, precision_named
+from shardwise.strategies.shard_model import shard_copies
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen
 
@@ -100,9 +99,9 @@ def estimate(
         raise ValueError(
             "estimate: activation_checkpointing needs a batch: without one no activations are counted."
         )
-    blocks = [] if batch is None else chosen(as_policy(wrap), model, frozenset())
-    if is_checkpointed:
-        modules_to_checkpoint("estimate", activation_checkpointing, model, blocks)
+    blocks = chosen(as_policy(wrap), model, frozenset())
+    wanted = activation_checkpointing if is_checkpointed else bool(blocks and batch is not None)
+    checkpointed = modules_to_checkpoint("estimate", wanted, model, blocks)
     is_offloaded = check_offload(offload_named("estimate", offload_policy))
     if is_offloaded and device == "cpu":
         raise ValueError(
@@ -114,20 +113,15 @@ def estimate(
     sizes, limit = _world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = _strategies_for(strategy, sizes)
     runs = _Runs(
-        Training(
-            model,
-            None if batch is None else call_on("estimate", "batch", batch, loss),
-            optimizers_named("estimate", optimizer, is_foreach=device == "cuda"),
-            on_host=device == "cpu",
-        ),
+        training_of("estimate", model, "batch", batch, loss, optimizer, on_host=device == "cpu"),
+        blocks,
+        checkpointed,
         precision,
         is_offloaded,
-        wrap,
-        activation_checkpointing if is_checkpointed else bool(blocks),
         progress or (lambda done, total, name: None),
     )
     choices = [is_checkpointed]
-    if activation_checkpointing is None and blocks:
+    if activation_checkpointing is None and checkpointed:
         choices = [False, True]
     runs.total = len(strategies) * len(choices)
     rows = tuple(runs.run(name, sizes, choice) for name in strategies for choice in choices)
@@ -183,38 +177,31 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
 
 @dataclass
 class _Runs:
-    """Dry runs of a model, of which ``done`` are over. Without a batch, none has modules to checkpoint."""
+    """Dry runs of a model, of which ``done`` are over. ``checkpointed``: where some of them checkpoint."""
 
     training: Training
+    blocks: list[nn.Module]
+    checkpointed: list[nn.Module]
     mp_policy: Any
     is_offloaded: bool
-    wrap: Any
-    checkpointing: Any  # False: there is nothing to checkpoint
     tell: Callable[[int, int, str], Any]
     total: int = 0
     done: int = 0
 
     def run(
-        self, strategy: Any, sizes: tuple[int, ...], is_checkpointed: bool, mp_policy: Any = None
+        self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool, mp_policy: Any = None
     ) -> StrategyEstimate:
         """The figures of one strategy; with ``mp_policy`` in place of the caller's."""
         name = strategy + (" with checkpointing" if is_checkpointed else "")
         self.tell(self.done, max(self.total, self.done + 1), name)
-
-        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-            shard_model(
-                model,
-                strategy=strategy,
-                wrap=self.wrap,
-                mesh=mesh,
-                mp_policy=mp_policy or self.mp_policy,
-                activation_checkpointing=is_checkpointed and self.checkpointing,
-                check_equal_weights=False,
-            )
-
+        again, options = (
+            self.checkpointed if is_checkpointed else [],
+            {"mp_policy": mp_policy or self.mp_policy},
+        )
+        shard = shard_copies(self.training.model, self.blocks, again, options)
         roles = STRATEGIES[strategy].roles
         shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
-        step = dry_run(self.training, shape, shard)
+        step = dry_run(self.training, shape, lambda copy, mesh: shard(copy, mesh, strategy, {}))
         self.done += 1
         has_batch = self.training.call is not None
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
@@ -236,7 +223,7 @@ def _changes(runs: _Runs, found: Estimate, sizes: tuple[int, ...], limit: int) -
         for other in _strategies_for(None, sizes)
         if other not in tried
     }
-    if runs.checkpointing is not False and not any(row.is_checkpointed for row in found.rows):
+    if runs.checkpointed and not any(row.is_checkpointed for row in found.rows):
         peaks["activation checkpointing"] = runs.run(name, sizes, True).peak.num_bytes
     if runs.mp_policy is None and any(p.dtype is torch.float32 for p in runs.training.model.parameters()):
         in_bf16 = runs.run(name, sizes, is_checkpointed, precision_named("estimate", "bf16"))

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, optimizers_named, shapes_of
-from shardwise.dry_run.step import Step, Training, dry_run
+from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
+from shardwise.dry_run.step import Step, dry_run
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.text_tables import ruled, unit_for
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -109,7 +109,6 @@ class Choice:
         return overrides_for(self.trial.kept)
 
     def __str__(self) -> str:
-        """The choice in a sentence."""
         unit, size = unit_for(self.memory)
         return (
             f'strategy "auto" chose {self.trial}: it exposes the fewest bytes of what fits in '
@@ -256,9 +255,15 @@ class Search:
         self._options, self._shapes, self._shard = options, shapes, shard
         self._memory = memory_in_bytes("shard_model", options.memory)
         self._usable = self._memory * 9 // 10
-        call = call_on("shard_model", "sample", options.sample, options.loss)
-        optimizers = optimizers_named("shard_model", options.optimizer or "adamw", is_foreach=not on_host)
-        self._training = Training(model, call, optimizers, on_host)
+        self._training = training_of(
+            "shard_model",
+            model,
+            "sample",
+            options.sample,
+            options.loss,
+            options.optimizer or "adamw",
+            on_host,
+        )
         self._whole = sum(
             param.numel() * min(param.itemsize, getattr(param_dtype, "itemsize", param.itemsize))
             for param in model.parameters()

@@ -9,7 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -189,7 +189,7 @@ def shard_model(
             overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
         )
         same = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
-        shard = _shard_copies(model, blocks, checkpointed, ignored, same)
+        shard = shard_copies(model, blocks, checkpointed, same, ignored)
         dtype = getattr(mp_policy, "param_dtype", None)
         choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
@@ -243,12 +243,12 @@ def _refuse_beside_auto(**given: Any) -> None:
             )
 
 
-def _shard_copies(
+def shard_copies(
     model: nn.Module,
     blocks: list[nn.Module],
     checkpointed: list[nn.Module],
-    ignored: set[nn.Parameter],
     options: dict[str, Any],
+    ignored: Set[nn.Parameter] = frozenset(),
 ) -> Shard:
     """A function that shards copies of ``model`` as it would be, for dry runs."""
 

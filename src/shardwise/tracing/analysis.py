@@ -53,7 +53,6 @@ class Traffic:
     waited_ns: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        """Those of both."""
         return Traffic(self.num_bytes + other.num_bytes, self.ns + other.ns, self.waited_ns + other.waited_ns)
 
     @property
