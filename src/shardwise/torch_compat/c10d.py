@@ -32,13 +32,9 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version 
 class PythonGroup(_ProcessGroup):
     """A process group written in Python: what torch asks of each. Subclasses add collectives.
 
-    Those take what the back ends of torch 2.13 take, under the names of that version.
-
-    Args:
-        rank: that of this process in the group.
-        size: how many ranks it has.
-        backend: the name under which the back end was registered.
-        name: one in the process; where torch makes the group, it sets another.
+    Those take what the back ends of torch 2.13 take, under the names of that version. ``backend``: the name
+    under which the back end was registered. ``name``: one in the process; where torch makes the group, it
+    sets another.
     """
 
     def __init__(self, rank: int, size: int, backend: str, name: str = "") -> None:
@@ -122,11 +118,7 @@ def reduce_scatter(pg: dist.ProcessGroup, output: Tensor, source: Tensor, op: An
 
 
 def reduce_scatter_coalesced(
-    pg: dist.ProcessGroup,
-    outputs: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    op: Any,
-    is_async: bool,
+    pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], op: Any, is_async: bool
 ) -> Any:
     """Several reduce-scatters as one call."""
     return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
@@ -163,11 +155,8 @@ def is_nccl(pg: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _registered_name(pg: dist.ProcessGroup, device: torch.device) -> str:
     """The name by which ``new_group`` makes the back end that ``pg`` has for ``device``: see ``is_nccl``."""
-    for each in dist.get_backend_config(pg).split(","):
-        kind, _, name = each.partition(":")
-        if kind == device.type:
-            return name
-    return backend_name(pg, device)
+    found = dict(each.split(":", 1) for each in dist.get_backend_config(pg).split(",") if ":" in each)
+    return found.get(device.type) or backend_name(pg, device)
 
 
 def bound_device(pg: dist.ProcessGroup) -> torch.device | None:
@@ -376,11 +365,8 @@ def allocate_from_group(
 def choose_symmetric_memory_of_nccl(device: torch.device) -> None:
     """Have symmetric memory on ``device`` be NCCL's, which its collectives need; torch's default is another.
 
-    The choice is one for the process, and final once anything is allocated. The module is still private
-    (2.11 to 2.15).
-
-    Raises:
-        RuntimeError: another back end has allocated already.
+    The choice is one for the process, and final once anything is allocated: torch raises a RuntimeError if
+    another has allocated already. The module is still private (2.11 to 2.15).
     """
     import torch.distributed._symmetric_memory as symmetric
 

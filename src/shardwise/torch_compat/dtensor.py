@@ -43,10 +43,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharded_spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    full: Tensor | torch.Size,
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], full: Tensor | torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
     """A DTensorSpec for a contiguous full tensor of shape ``full``. Make it once and share it."""
     shape = torch.Size(full if isinstance(full, torch.Size) else full.shape)
