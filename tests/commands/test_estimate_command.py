@@ -39,6 +39,22 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(
     assert (tmp_path / "found.png").stat().st_size > 5000
 
 
+def test_the_model_of_a_config_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--world", "4", "--strategy", "zero3", "--batch", "2x16", "--checkpointing", "no"]
+    figures = tmp_path / "found.json"
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert main(["estimate", str(model), *options, "--json", str(figures)]) == 0
+        found = json.loads(figures.read_text())
+        block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
+        assert found["num_parameters"] == 2 * 100 * 64 + 2 * block + 64
+        assert found["rows"][0]["activations"] > 2 * 16 * 100 * 4, "logits, as the labels make a loss"
+
+
 def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--memory", "1MB", "--checkpointing", "no"]) == 1
     printed = capsys.readouterr()
@@ -50,6 +66,7 @@ def test_its_status_is_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
     ("changed", "message"),
     [
         ({1: "nowhere:build"}, "importing 'nowhere' from"),
+        ({1: "./nowhere/config.json"}, "no model could be made of './nowhere/config.json'"),
         ({1: "jobs/train.py:build"}, "names a file. Pass the name of its module: jobs.train:build."),
         ({1: "test_estimate_command"}, "names no function. Pass MODULE:FUNCTION"),
         ({1: "test_estimate_command:no"}, "has no function 'no'"),

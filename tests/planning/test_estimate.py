@@ -61,6 +61,45 @@ hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36 
     )
 
 
+def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
+    """2 FLOPs for each weight of a matrix and row in forward, twice that in backward (once for the inputs of
+    the first matrix, which need no gradient), and forward again for what is recomputed."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    batch = torch.empty(16, 64, device="meta")
+    arguments = {"world": 4, "strategy": "zero2", "batch": batch, "flops": 1e9}
+    plain, again = estimate(model, **arguments, bandwidth="1TB/s").rows
+    one = 2 * 16 * 64 * 64
+    assert plain.flops == (3 * 4 - 1) * one
+    assert again.flops == plain.flops + 4 * one
+    assert plain.seconds == plain.flops / 1e9
+    assert (plain.utilization, again.utilization) == (1, pytest.approx(12 / 15))
+    (slow, _) = estimate(model, **arguments, bandwidth={"shard": 1000}).rows
+    assert slow.seconds == slow.sent["shard"] / 1000
+    assert slow.utilization == pytest.approx(plain.flops / 1e9 / slow.seconds)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_the_largest_batch_is_the_last_that_fits(strategy: str) -> None:
+    arguments = {"world": 4, "strategy": strategy, "memory": "150MB", "activation_checkpointing": False}
+    (row,) = estimate(on_meta(), batch="16x512:fp32", **arguments, largest_batch=True).rows
+    assert row.largest_batch is not None
+    assert row.largest_batch > 16
+    for size in (row.largest_batch, row.largest_batch + 1):
+        (other,) = estimate(on_meta(), batch=torch.empty(size, 512, device="meta"), **arguments).rows
+        assert (other.peak.num_bytes <= 150e6) == (size == row.largest_batch)
+
+
+def test_a_batch_that_does_not_fit_is_made_smaller() -> None:
+    arguments = {"world": 2, "batch": "4096x512:fp32", "largest_batch": True, "strategy": "zero3"}
+    found = estimate(on_meta(), **arguments, memory="100MB", activation_checkpointing=False)
+    assert found.rows[0].peak.num_bytes > 100e6
+    assert 0 < (found.rows[0].largest_batch or 0) < 4096
+    found = estimate(on_meta(), **arguments, memory="1MB", activation_checkpointing=False)
+    assert found.rows[0].largest_batch == 0
+    assert "largest batch" in str(found)
+
+
 @pytest.mark.slow
 def test_what_would_have_to_change_where_nothing_fits() -> None:
     found = estimate(
@@ -367,6 +406,14 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
         ({"world": 8, "offload_policy": "cpu", "device": "cpu"}, "Leave one of them out"),
         ({"world": 8, "memory": "80 GBs"}, "memory '80 GBs' is not an amount of memory"),
         ({"world": 8, "memory": "0GB"}, "a number above 0"),
+        ({"world": 8, "bandwidth": "5GB/s"}, "bandwidth needs the speed of the device and a batch"),
+        ({"world": 8, "batch": BATCH, "flops": "h99", "bandwidth": 1}, "flops is 'h99'"),
+        ({"world": 8, "batch": BATCH, "flops": 1e12, "bandwidth": "x"}, "bandwidth 'x' is not an amount"),
+        (
+            {"world": "2x4", "batch": BATCH, "flops": 1.0, "bandwidth": {"shard": 1}, "strategy": "hybrid"},
+            "bandwidth names shard, and not replicate",
+        ),
+        ({"world": 8, "largest_batch": True}, "largest_batch needs memory"),
         ({"world": 8, "device": "tpu"}, "pass 'cuda' or 'cpu'"),
         ({"world": 8, "batch": "8xx"}, "batch '8xx' is not understood"),
         (

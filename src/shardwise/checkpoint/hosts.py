@@ -34,11 +34,11 @@ _CHUNK = 16 << 20  # bytes of a file that are in flight between two hosts
 
 @dataclass(frozen=True)
 class Held:
-    """What a host has of one save: its files with their sizes, and the lengths of all files of the save."""
+    """What a host has of one save, and all files of the save, with their sizes."""
 
     save: str  # equal only for the same save
     files: dict[str, int]
-    lengths: dict[str, int]
+    all_files: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,7 @@ def complete_save(held: Sequence[Held | None]) -> str | None:
     """The save all of whose files are on some host; None: there is none."""
     for save in dict.fromkeys(each.save for each in held if each is not None):
         parts = [each for each in held if each is not None and each.save == save]
-        if all(
-            any(part.files.get(name) == length for part in parts) for name, length in parts[0].lengths.items()
-        ):
+        if all(any(name in part.files for part in parts) for name in parts[0].all_files):
             return save
     return None
 
@@ -261,7 +259,7 @@ def _why_not_complete(held: Sequence[Held | None]) -> str:
     parts = [each for each in held if each is not None]
     if not parts:
         return "no host has it"
-    lost = [name for name in parts[0].lengths if not any(name in part.files for part in parts)]
+    lost = [name for name in parts[0].all_files if not any(name in part.files for part in parts)]
     return (
         f"hosts that had {listed(sorted(lost))} are lost" if lost else "hosts have files of different saves"
     )
@@ -282,8 +280,10 @@ def _held(place: Path) -> Held | None:
         return None
     if manifest.digests is None:
         return None
-    lengths = {name: sums.num_bytes for name, sums in manifest.digests.items()}
-    return Held(manifest.identity, _data_files(place), lengths)
+    every = {name: sums.num_bytes for name, sums in manifest.digests.items()}
+    # One of another size was cut off.
+    whole = {name: size for name, size in _data_files(place).items() if every.get(name) == size}
+    return Held(manifest.identity, whole, every)
 
 
 def _data_files(folder: Path) -> dict[str, int]:

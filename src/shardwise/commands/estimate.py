@@ -1,12 +1,15 @@
 """Estimate what training a model takes on each rank, before anything is trained.
 
-MODULE:FUNCTION is imported from here and called; it returns the model, or the model and a batch: a tensor, a
-tuple of arguments or a dict of them. No GPU, no process group and no weights are needed: the function is run
-on the meta device.
+MODEL is MODULE:FUNCTION, which is imported from here and called; it returns the model, or the model and a
+batch: a tensor, a tuple of arguments or a dict of them. Or MODEL is a model of Hugging Face: its config.json,
+a folder that has one, or a name such as org/model (needs transformers). No GPU, no process group and no
+weights are needed: the model is made on the meta device.
 
     python -m shardwise estimate train:build --world 64 --strategy zero3 --mp bf16 --optimizer adamw \\
         --batch 8x4096 --memory 80GB
     python -m shardwise estimate train:build --world 8x8 --json estimate.json --picture estimate.png
+    python -m shardwise estimate llama/config.json --world 8 --mp bf16 --batch 1x4096 --memory h100 \\
+        --largest-batch --bandwidth 50GB/s
 
 The exit status is 1 if nothing fits in the memory named.
 """
@@ -24,14 +27,14 @@ import torch
 from torch import nn
 
 from shardwise.commands import UsageError
-from shardwise.dry_run.arguments import known_optimizers
+from shardwise.dry_run.arguments import known_optimizers, sample_of
 from shardwise.planning import estimate
 from shardwise.strategies.meshes import STRATEGIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``estimate``."""
-    parser.add_argument("model", metavar="MODULE:FUNCTION", help="what returns the model")
+    parser.add_argument("model", metavar="MODEL", help="MODULE:FUNCTION, a config.json, or a name at the hub")
     parser.add_argument("--world", required=True, help="ranks (64), or hosts and ranks on each (8x8)")
     strategies = ", ".join(STRATEGIES)
     parser.add_argument("--strategy", nargs="+", help=f"{strategies}; default: all that the world allows")
@@ -45,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing", choices=("yes", "no", "both"), help="activation checkpointing of each block"
     )
     parser.add_argument("--memory", help="what a rank has, such as 80GB or h100")
+    parser.add_argument(
+        "--bandwidth", help="what a rank can send in a second, such as 50GB/s: shows step times"
+    )
+    parser.add_argument(
+        "--flops", help="speed of a device, such as 989e12 or h100; default: that of --memory"
+    )
+    parser.add_argument("--largest-batch", action="store_true", help="find the largest batch that fits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--picture", type=Path, help="draw memory over a step, to .png, .pdf or .svg")
@@ -53,19 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 1 if nothing fits."""
     _check_files(arguments)
-    model, batch = _model(arguments.model)
+    is_of_hub = ":" not in arguments.model and ("/" in arguments.model or Path(arguments.model).exists())
+    model, batch = _model_of_config(arguments.model) if is_of_hub else _model(arguments.model)
+    if arguments.batch is not None:
+        batch = arguments.batch
     try:
         with _progress() as progress:
             found = estimate(
                 model,
                 world=arguments.world,
                 strategy=arguments.strategy,
-                batch=arguments.batch or batch,
+                batch=_with_labels(batch) if is_of_hub else batch,
                 activation_checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
                 mp_policy=arguments.mp,
                 offload_policy=arguments.offload,
                 optimizer=arguments.optimizer,
                 memory=arguments.memory,
+                bandwidth=arguments.bandwidth,
+                flops=_number(arguments.flops),
+                largest_batch=arguments.largest_batch,
                 device=arguments.device,
                 progress=progress,
             )
@@ -97,6 +113,13 @@ def _check_files(arguments: argparse.Namespace) -> None:
         )
 
 
+def _number(text: str | None) -> float | str | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
     """A progress bar on stderr, if that is a terminal and tqdm is installed."""
@@ -112,6 +135,30 @@ def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
             bar.set_description(name)
 
         yield show
+
+
+def _model_of_config(path: str) -> tuple[nn.Module, Any]:
+    """The model that a config of Hugging Face describes."""
+    try:
+        transformers = importlib.import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(path)
+        config.use_cache = False  # of generation
+        names = [name for name in config.architectures or () if hasattr(transformers, name)]
+        with torch.device("meta"):
+            if names:
+                return getattr(transformers, names[0])(config), None
+            return transformers.AutoModelForCausalLM.from_config(config), None
+    except Exception as error:
+        raise UsageError(
+            f"no model could be made of '{path}' ({type(error).__name__}: {error}). Pass MODULE:FUNCTION; "
+            "or, with transformers installed, a config.json or a name that AutoConfig.from_pretrained knows."
+        ) from error
+
+
+def _with_labels(batch: Any) -> Any:
+    """Tokens of a batch given as one shape, which are their own labels."""
+    tensors = [] if batch is None else list(sample_of("estimate: batch", batch))
+    return {"input_ids": tensors[0], "labels": tensors[0]} if len(tensors) == 1 else batch
 
 
 def _model(path: str) -> tuple[nn.Module, Any]:

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 from shardwise.arguments import check_module, check_type
 from shardwise.dry_run.step import Call, Optimizers, Training
 from shardwise.engine.module_state import sharded_module_states
+from shardwise.layout.fqns import listed
 from shardwise.torch_compat import pytree
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-# Nominal: what a device has, in GB.
+# Nominal: memory in GB, and 1e12 FLOP/s with dense matrices of bf16 (fp16 if it has none).
 _DEVICES = {
-    **{"a100": 80, "a100-40gb": 40, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "mi325x": 256},
-    **{"v100": 32, "t4": 16, "l4": 24, "a10g": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
+    **{"a100": (80, 312), "a100-40gb": (40, 312), "h100": (80, 989), "h200": (141, 989), "b200": (180, 2250)},
+    **{"mi300x": (192, 1307), "mi325x": (256, 1307), "v100": (32, 125), "t4": (16, 65), "l4": (24, 121)},
+    **{"a10g": (24, 70), "l40s": (48, 362), "rtx3090": (24, 71), "rtx4090": (24, 165), "rtx5090": (32, 209)},
 }
 _DTYPES = {
     **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
@@ -37,23 +40,59 @@ def check_model(caller: str, model: Any) -> None:
         )
 
 
-def memory_in_bytes(caller: str, memory: Any) -> int:
+def memory_in_bytes(caller: str, memory: Any, what: str = "memory") -> int:
     """An amount of memory: a number of bytes, a text such as "80GB" (80 * 10^9) or "80GiB" (80 * 2^30), or
     the name of a device, such as "h100".
 
     ``caller``: the public function that was called, for messages.
     """
-    check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
-    if isinstance(memory, str) and (gigabytes := _DEVICES.get(memory.strip().lower().replace(" ", ""))):
-        return gigabytes * 10**9
+    check_type(caller, what, memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
+    if (device := _device(memory)) is not None:
+        return device[0] * 10**9
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
     if num_bytes == 0:
         raise ValueError(
-            f"{caller}: memory '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
+            f"{caller}: {what} '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
             f"is 80 * 10^9 bytes, 80GiB is 80 * 2^30. Known by name are {', '.join(_DEVICES)}."
         )
     return num_bytes
+
+
+def speed_of(caller: str, flops: Any, memory: Any) -> float | None:
+    """FLOP/s of a device, as a number or by its name; None: of the device named as ``memory``, if any."""
+    check_type(
+        caller, "flops", flops, 'a number of FLOP/s or a device such as "h100"', int, float, str, NoneType
+    )
+    device = _device(memory if flops is None else flops)
+    if device is not None:
+        return device[1] * 1e12
+    if isinstance(flops, str) or (flops is not None and not flops > 0):
+        raise ValueError(
+            f"{caller}: flops is {flops!r}; pass FLOP/s as a number above 0, such as 989e12, or a device. "
+            f"Known by name are {', '.join(_DEVICES)}."
+        )
+    return flops
+
+
+def bandwidths_of(caller: str, bandwidth: Any, dimensions: Iterable[str]) -> dict[str, int]:
+    """Bytes a second along each dimension of a mesh: one number for all, or by their names."""
+    given = bandwidth if isinstance(bandwidth, Mapping) else dict.fromkeys(dimensions, bandwidth)
+
+    def in_bytes(each: Any) -> int:
+        text = each.strip().removesuffix("/s") if isinstance(each, str) else each
+        if _device(text) is not None:
+            raise ValueError(f"{caller}: bandwidth is {each!r}; pass bytes a second, such as '50GB/s'.")
+        return memory_in_bytes(caller, text, "bandwidth")
+
+    found = {name: in_bytes(each) for name, each in given.items()}
+    if missing := [name for name in dimensions if name not in found]:
+        raise ValueError(f"{caller}: bandwidth names {listed(found)}, and not {listed(missing)}.")
+    return found
+
+
+def _device(name: Any) -> tuple[int, int] | None:
+    return _DEVICES.get(name.strip().lower().replace(" ", "")) if isinstance(name, str) else None
 
 
 def training_of(
@@ -67,7 +106,7 @@ def training_of(
 
 def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
     """How to run a model's forward on fake tensors like ``batch``, the argument ``name`` of ``caller``."""
-    sample = _from_text(f"{caller}: {name}", batch) if isinstance(batch, str) else batch
+    sample = sample_of(f"{caller}: {name}", batch)
 
     def make() -> Call:
         fakes = pytree.tree_map(
@@ -119,6 +158,31 @@ def _from_text(what: str, text: str) -> tuple[Tensor, ...]:
             )
         made.append(torch.empty([int(s) for s in sizes], dtype=_DTYPES[dtype or "int64"], device="meta"))
     return tuple(made)
+
+
+def batch_size_of(batch: Any) -> int:
+    """The size of the first dimension of the first tensor of a batch."""
+    tensors = [leaf for leaf in pytree.tree_leaves(sample_of("batch", batch)) if isinstance(leaf, Tensor)]
+    if not tensors or not tensors[0].dim():
+        raise ValueError("estimate: largest_batch needs a batch whose first tensor has a dimension for it.")
+    return tensors[0].shape[0]
+
+
+def resized(batch: Any, size: int) -> Any:
+    """``batch`` with ``size`` rows: of all tensors that have as many as the first."""
+    before = batch_size_of(batch)
+
+    def like(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != before:
+            return leaf
+        return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+    return pytree.tree_map(like, sample_of("batch", batch))
+
+
+def sample_of(what: str, batch: Any) -> Any:
+    """A batch, whose tensors may be given by their shapes as text; ``what`` names it in messages."""
+    return _from_text(what, batch) if isinstance(batch, str) else batch
 
 
 def shapes_of(sample: Any) -> str:

@@ -52,6 +52,8 @@ class MemoryLog:
     allocations: list[Allocation] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     now: int = 0
+    flops: int = 0
+    """Of matrix products, convolutions and attention."""
     unknown: str = ACTIVATIONS
     """What memory is taken for of which nothing is said."""
     _alive: dict[int, tuple[Allocation, Any]] = field(default_factory=dict)  # by storage
@@ -136,6 +138,7 @@ class RecordingMode(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else args[0].dtype is torch.bool or 1
         self._log.look()
         result = operation(*args, **(kwargs or {}))
+        self._log.flops += tensor_impl.flops_of(operation, args, kwargs or {}, result)
         for leaf in pytree.tree_leaves(result):
             if type(leaf) is tensor_impl.FakeTensor:
                 self._log.see(leaf)

@@ -64,7 +64,8 @@ class Training:
 class Step:
     """What a step has held on this rank and sent, in bytes.
 
-    ``marks``: at which time what began; phases first, then groups. ``sent``: by mesh dimension.
+    ``marks``: at which time what began; phases first, then groups. ``sent``: by mesh dimension. ``flops``: of
+    the whole step.
     ``largest_shards``: of the group that has most. ``shards_are_whole``: each rank keeps whole parameters,
     and computes with them where they are.
     """
@@ -72,6 +73,8 @@ class Step:
     timeline: list[Moment]
     marks: list[tuple[int, str]]
     sent: dict[str, int]
+    forward_flops: int = 0
+    flops: int = 0
     groups: list[str] = field(default_factory=list)
     largest_shards: int = 0
     shards_are_whole: bool = False
@@ -156,12 +159,15 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
                 step.run()
             log.marks.clear()
             sent.clear()
+            log.flops = 0
             step.run()
             log.look()
     return Step(
         list(moments(log.allocations, log.marks[0][0], log.now)),
         log.marks,
         dict(sent),
+        step.forward_flops,
+        log.flops,
         [group.name for group in groups],
         max(sum(bucket.flat_shard.bytes.nbytes for bucket in group.buckets) for group in groups),
         any(unsharded.buffer.is_alias for group in groups for unsharded in group.unsharded.buckets),
@@ -201,6 +207,7 @@ class _Rehearsal:
         log.set_kind(self._model.buffers(), OTHER)
         log.mark("forward")
         loss = self._call(self._model)
+        self.forward_flops = log.flops
         log.mark("backward")
         loss.backward()
         del loss

@@ -1,13 +1,23 @@
 """``estimate``: what a model would hold on each rank and send, before anything is trained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
+from shardwise.arguments import check_flags
+from shardwise.dry_run.arguments import (
+    bandwidths_of,
+    batch_size_of,
+    check_model,
+    memory_in_bytes,
+    resized,
+    shapes_of,
+    speed_of,
+    training_of,
+)
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.dry_run.step import Training, dry_run
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
@@ -34,6 +44,9 @@ def estimate(
     optimizer: Any = "adamw",
     wrap: Wrap | None = None,
     memory: int | str | None = None,
+    bandwidth: int | str | Mapping[str, int | str] | None = None,
+    flops: float | str | None = None,
+    largest_batch: bool = False,
     device: Literal["cuda", "cpu"] = "cuda",
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Estimate:
@@ -71,6 +84,11 @@ def estimate(
         wrap: which modules become groups; see :func:`shard_model`.
         memory: what a rank has, in bytes, as ``"80GB"`` or as ``"h100"``. The estimate then shows what fits
             and, if nothing does, what you could change.
+        bandwidth: what a rank can send in a second, in bytes or as ``"50GB/s"``; or by mesh dimension,
+            ``{"shard": "400GB/s", "replicate": "50GB/s"}``. The estimate then shows a lower bound of the time
+            of a step, and an upper bound of the share of the device's speed that it can use (MFU).
+        flops: the speed of a device in FLOP/s, or its name; default: of the device named in ``memory``.
+        largest_batch: also look for the largest batch that fits in ``memory``. Runs some more steps.
         device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
             buffers of their own.
         progress: called before each dry run, and at the end, with the number of finished runs, the number of
@@ -81,7 +99,8 @@ def estimate(
 
     Raises:
         ValueError: an unknown strategy, optimizer or name of a policy, a world or memory that is no size, a
-            batch that the model does not accept, or an offload policy for training on the host.
+            batch that the model does not accept, an offload policy for training on the host, or a bandwidth
+            without a speed.
         TypeError: an argument is of the wrong kind, or the model cannot be copied.
         NotImplementedError: a parameter is a DTensor or of another class than plain tensors.
 
@@ -112,8 +131,22 @@ def estimate(
     check_precision(precision)
     sizes, limit = _world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = _strategies_for(strategy, sizes)
+    speed = speed_of("estimate", flops, memory)
+    if bandwidth is not None and (speed is None or batch is None):
+        raise ValueError(
+            "estimate: bandwidth needs the speed of the device and a batch. Pass batch, and flops, such as "
+            "989e12 or 'h100', or name the device in memory."
+        )
+    check_flags("estimate", largest_batch=largest_batch)
+    if largest_batch and (limit is None or batch is None):
+        raise ValueError("estimate: largest_batch needs memory, which the batch is to fit in, and a batch.")
+
+    def train(batch: Any) -> Training:
+        return training_of("estimate", model, "batch", batch, loss, optimizer, on_host=device == "cpu")
+
     runs = _Runs(
-        training_of("estimate", model, "batch", batch, loss, optimizer, on_host=device == "cpu"),
+        train,
+        train(batch),
         blocks,
         checkpointed,
         precision,
@@ -125,6 +158,12 @@ def estimate(
         choices = [False, True]
     runs.total = len(strategies) * len(choices)
     rows = tuple(runs.run(name, sizes, choice) for name in strategies for choice in choices)
+    if bandwidth is not None and speed is not None:
+        rows = tuple(row.timed(speed, bandwidths_of("estimate", bandwidth, row.mesh)) for row in rows)
+    if largest_batch and limit is not None:
+        rows = tuple(
+            replace(row, largest_batch=_largest_batch(runs, row, sizes, limit, batch)) for row in rows
+        )
     numel = sum(param.numel() for param in model.parameters())
     ranks = f"{'x'.join(map(str, sizes))} rank{'s' * (sizes != (1,))}"
     told = "no batch" if batch is None else f"batch {batch if isinstance(batch, str) else shapes_of(batch)}"
@@ -179,6 +218,7 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
 class _Runs:
     """Dry runs of a model, of which ``done`` are over. ``checkpointed``: where some of them checkpoint."""
 
+    train: Callable[[Any], Training]
     training: Training
     blocks: list[nn.Module]
     checkpointed: list[nn.Module]
@@ -189,22 +229,51 @@ class _Runs:
     done: int = 0
 
     def run(
-        self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool, mp_policy: Any = None
+        self,
+        strategy: str,
+        sizes: tuple[int, ...],
+        is_checkpointed: bool,
+        mp_policy: Any = None,
+        batch: Any = None,
     ) -> StrategyEstimate:
-        """The figures of one strategy; with ``mp_policy`` in place of the caller's."""
+        """The figures of one strategy; with ``mp_policy`` or ``batch`` in place of the caller's."""
         name = strategy + (" with checkpointing" if is_checkpointed else "")
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],
             {"mp_policy": mp_policy or self.mp_policy},
         )
-        shard = shard_copies(self.training.model, self.blocks, again, options)
+        training = self.training if batch is None else self.train(batch)
+        shard = shard_copies(training.model, self.blocks, again, options)
         roles = STRATEGIES[strategy].roles
         shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
-        step = dry_run(self.training, shape, lambda copy, mesh: shard(copy, mesh, strategy, {}))
+        step = dry_run(training, shape, lambda copy, mesh: shard(copy, mesh, strategy, {}))
         self.done += 1
-        has_batch = self.training.call is not None
+        has_batch = training.call is not None
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
+
+
+def _largest_batch(runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], limit: int, batch: Any) -> int:
+    """The largest batch with which ``row`` fits; 0: none does.
+
+    The peak is a sum that grows with the batch, or the largest of several, so that a line through two peaks
+    near the limit shows where to try next.
+    """
+    size, peaks = batch_size_of(batch), dict[int, int]()
+    peak = row.peak.num_bytes
+    while True:
+        peaks[size] = peak
+        least = max((size for size in peaks if peaks[size] <= limit), default=0)
+        most = min((size for size in peaks if peaks[size] > limit), default=1 << 24)
+        if most - least <= 1:
+            return least
+        guess = 2.0 * size if peak <= limit else size / 2
+        if len(peaks) > 1:
+            (one, low), (other, high) = sorted(peaks.items(), key=lambda known: abs(known[1] - limit))[:2]
+            if low != high:
+                guess = one + (limit - low) * (other - one) / (high - low)
+        size = min(max(int(guess), least + 1), most - 1)
+        peak = runs.run(row.strategy, sizes, row.is_checkpointed, batch=resized(batch, size)).peak.num_bytes
 
 
 # --- what would have to change --------------------------------------------------------------------

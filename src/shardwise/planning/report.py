@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -43,6 +43,14 @@ class StrategyEstimate:
         activations: the most that forward keeps for backward and uses itself; None without a batch.
         peaks: of ``forward``, ``backward`` and ``optimizer``; all kinds of memory together.
         sent: by mesh dimension, the bytes that a rank sends in a step.
+        flops: floating-point operations of a rank's step, with recomputation: those of matrix products,
+            convolutions and attention. 0 without a batch.
+        seconds: what a step takes at least: its arithmetic at the full speed of the device, or what it sends
+            at the full bandwidth, whichever takes longer. None if the bandwidth was not given.
+        utilization: the share of the device's speed that the model itself, without recomputation, would then
+            use ("MFU"): the most that can be reached.
+        largest_batch: the size of the first dimension of the largest batch that fits; 0 if none does. None if
+            that was not asked.
         step: memory over the step.
     """
 
@@ -57,7 +65,11 @@ class StrategyEstimate:
     activations: int | None
     peaks: dict[str, Peak]
     sent: dict[str, int]
+    flops: int
     step: Step = field(repr=False)
+    seconds: float | None = None
+    utilization: float | None = None
+    largest_batch: int | None = None
 
     @property
     def peak(self) -> Peak:
@@ -96,8 +108,16 @@ class StrategyEstimate:
             activations=most(ACTIVATIONS) if has_batch else None,
             peaks=peaks,
             sent=step.sent,
+            flops=step.flops,
             step=on_device,
         )
+
+    def timed(self, speed: float, bandwidths: dict[str, int]) -> "StrategyEstimate":
+        """With what it takes at least on a device of ``speed`` FLOP/s; bandwidths in bytes a second."""
+        sending = [num_bytes / bandwidths[name] for name, num_bytes in self.sent.items()]
+        seconds = max([self.flops / speed, *sending])
+        of_model = min(self.flops, 3 * self.step.forward_flops)  # the rest is recomputation
+        return replace(self, seconds=seconds, utilization=of_model / speed / seconds if seconds else None)
 
     def as_dict(self) -> dict[str, Any]:
         """All but the memory over time, for JSON."""
@@ -114,6 +134,7 @@ class StrategyEstimate:
                 for phase, peak in self.peaks.items()
             },
             "sent": self.sent,
+            **{name: getattr(self, name) for name in ("flops", "seconds", "utilization", "largest_batch")},
         }
 
 
@@ -188,6 +209,9 @@ class Estimate:
         head = ["strategy", "checkpointing", "parameters", "gradients", "state", "unsharded", "activations"]
         head += ["forward", "backward", "optimizer", "peak in", "sent"]
         head += ["fits"] * (self.memory is not None)
+        has_time = any(row.seconds is not None for row in self.rows)
+        has_batch = any(row.largest_batch is not None for row in self.rows)
+        head += (["step, s", "MFU"] if has_time else []) + (["largest batch"] if has_batch else [])
         cells = []
         for row in self.rows:
             held = row.parameters, row.gradients, row.optimizer_state, row.unsharded, row.activations
@@ -201,6 +225,8 @@ class Estimate:
                     row.step.highest()[1],
                     sent,
                     *fits,
+                    *([f"> {row.seconds or 0:.3g}", f"< {row.utilization or 0:.0%}"] if has_time else []),
+                    *([str(row.largest_batch)] if has_batch else []),
                 ]
             )
         top = f"{self.model}: {self.num_parameters:,} parameters; {unit} on each rank"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import flop_registry
 
 from shardwise.torch_compat.autograd import gradient_hooks, post_accumulate_hooks
 
@@ -46,6 +47,21 @@ def sparse_values(tensor: Tensor) -> Tensor:
 plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, attributes of DTensors are read and set without ``__torch_function__``, which DTensor does not
 implement: asking for it takes half of the time. Described in torch's notes on extending PyTorch."""
+
+
+def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of matrix products, convolutions and attention; 0 for others.
+
+    By the table of formulas of ``torch.utils.flop_counter``, which it does not name as public (2.11 to 2.15).
+    Before 2.14 that lacks attention on the CPU, whose arguments begin like those on CUDA.
+    """
+    formula = _FORMULAS.get(str(operation.overloadpacket).removeprefix("aten.").replace("_for_cpu", ""))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()
+}
 
 
 chunk_cat: Callable[..., Tensor] = torch._chunk_cat
