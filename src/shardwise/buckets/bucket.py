@@ -23,12 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import (
-    BucketReduction,
-    ShardedGradients,
-    ShardStorage,
-    all_start_at,
-)
+from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, ShardStorage, all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
     FlatShard,

@@ -40,14 +40,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.activity import RankActivity, RankStatus, Wait
 from shardwise.ranks.board import Board
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.ranks.watch import (
-    VARIABLE,
-    StallReporter,
-    Statuses,
-    deadlock,
-    disagreement_text,
-    ended_text,
-)
+from shardwise.ranks.watch import VARIABLE, StallReporter, Statuses, deadlock, disagreement_text, ended_text
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
