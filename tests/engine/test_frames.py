@@ -55,7 +55,7 @@ def paths() -> dict[str, list[tuple[str, str]]]:
     [
         ("before_forward", "all_gather", 7, 5),
         ("_before_backward", "all_gather", 8, 6),
-        ("_arrived", "reduce_scatter", 8, 7),
+        ("_arrived", "reduce_scatter", 8, 6),
     ],
     ids=["of a module", "of a node", "of a gradient"],
 )

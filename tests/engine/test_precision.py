@@ -399,11 +399,11 @@ def test_each_block_follows_its_own_policy(world2: World) -> None:
 def evaluation_and_state() -> tuple[Any, ...]:
     model = sharded(TOWER.model(), SPLIT)
     before = {name: full(value) for name, value in model.state_dict().items()}
+    with torch.inference_mode():  # before anything else has made buffers and their views
+        inferred = model(torch.ones(2, 8))
+    model.eval()
     with torch.no_grad():
         output = model(torch.ones(2, 8))
-    model.eval()
-    with torch.inference_mode():
-        inferred = model(torch.ones(2, 8))
     after = {name: full(value) for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters())
     float_loss(model, torch.ones(2, 8)).backward()

@@ -23,20 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import (
-    BucketReduction,
-    ShardedGradients,
-    ShardStorage,
-    all_start_at,
-)
+from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, ShardStorage, all_start_at
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
     FlatShard,
+    LocalViews,
     UnshardedBuffer,
     bytes_of,
     cast_buffer,
     cast_segments,
-    local_views,
     typed_segments,
 )
 from shardwise.comm.communicators import Communication
@@ -296,7 +291,7 @@ class UnshardedBucket:
             return
         rank, layout = self._post_forward_rank, self._post_forward_layout
         kept = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=self._device)
-        for view, slot in zip(local_views(kept, layout, rank), layout.slots, strict=True):
+        for view, slot in zip(LocalViews(layout, rank).of(kept), layout.slots, strict=True):
             view.copy_(shard_of(self.buffer.unsharded_tensor(slot), slot, rank))
         self._post_forward_shard = kept
         self.start_all_gather = partial(self._among_few.start, inputs=self._among_few.cut(kept))  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import LocalViews, local_views, typed_range
+from shardwise.comm.buffers import LocalViews, typed_range
 from shardwise.comm.communicators import Communication
 from shardwise.comm.reduction import Hook, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
@@ -319,10 +319,8 @@ class BucketReduction:
         self.earlier = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=self._mesh.device)
         self._has_sum = before._has_sum
         rank = self._mesh.shard_axis.rank
-        views, old = (
-            local_views(self.earlier, self._layout, rank),
-            local_views(before.earlier, before._layout, rank),
-        )
+        views = LocalViews(self._layout, rank).of(self.earlier)
+        old = LocalViews(before._layout, rank).of(before.earlier)
         for view, sums in zip(views, old, strict=True):
             view.copy_(sums)
 

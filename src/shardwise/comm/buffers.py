@@ -27,7 +27,7 @@ class FlatShard:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
-        self.views = [with_own_storage(view) for view in local_views(self.bytes, layout, rank)]
+        self.views = [with_own_storage(view) for view in LocalViews(layout, rank).of(self.bytes)]
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one for each parameter, into the buffer."""
@@ -119,11 +119,6 @@ def typed_range(buffer: Tensor, start: int, end: int, dtype: torch.dtype) -> Ten
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, for bitwise comparisons."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def local_views(buffer: Tensor, layout: Layout, rank: int) -> list[Tensor]:
-    """The shards of ``rank`` in a buffer laid out as a flat shard, one for each parameter."""
-    return LocalViews(layout, rank).of(buffer)
 
 
 def in_equal_steps(

@@ -1,4 +1,4 @@
-"""The caller's collectives and memory, in the form that a bucket expects.
+"""The caller's collectives, hooks and memory, in the form that a bucket expects.
 
 A custom collective expects one call per group over one buffer from its own allocator. So no parameter has
 its own collective: all are packed (see ``layout/slots.py``), at the cost of a copy.

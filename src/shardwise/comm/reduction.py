@@ -342,12 +342,6 @@ class Reduction:
 
         return finish_alike
 
-    def _zero_absent(self) -> None:
-        """Write zeros for parameters of which no gradient was sent: the next stage adds up whole segments."""
-        for slot, is_present in zip(self._layout.slots, self.present, strict=True):
-            if not is_present:
-                self._sums()[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
-
     def release_part(self) -> None:
         """Wait for the oldest part in flight, and drop its gradients."""
         self._unreduced[0][0].wait()
@@ -365,7 +359,9 @@ class Reduction:
         """All parts are sent; ``stage`` processes the sums."""
         self._stage = stage
         if not (all(self.present) or self._streams.are_device_streams):
-            self._zero_absent()
+            for slot, is_present in zip(self._layout.slots, self.present, strict=True):
+                if not is_present:  # the next stage adds up whole segments
+                    self._sums()[slot.shard_offset : slot.shard_offset + slot.padded_bytes].zero_()
         assert self.output is not None  # a part was sent
         self.arrives_on_host = stage.device != self.output.device
         if self._streams.are_device_streams or self._reduce.is_alone:

@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -132,7 +131,8 @@ class Scratch:
         """The result of ``make`` on the bytes, kept under ``key`` in ``views``."""
         if len(self.views) == self._MOST_VIEWS:
             self.views.clear()
-        made = self.views[key] = make(self.bytes)
+        with torch.inference_mode(False):  # the next user may be training
+            made = self.views[key] = make(self.bytes)
         return made
 
 
@@ -155,10 +155,8 @@ def wait_and_release(wait: Finish, pool: BufferPool, borrowed: Sequence[Scratch]
 
 
 _NO_CONTEXT = nullcontext()
-_size = attrgetter("num_bytes")
 
-
-KEPT_STAGING_BYTES = 2 << 20
+KEPT_STAGING_BYTES = 1 << 20
 """On the host, scratch buffers up to this size are kept. Above it, memory matters more, and the transfer
 takes longer."""
 
@@ -224,32 +222,24 @@ class CommStream(BufferPool):
 class HostStream(CommStream):
     """Work of the back end's threads. Only waiting orders it.
 
-    Keeps a few scratch buffers for the next use: page faults of fresh memory cost more than the copies
+    Keeps small scratch buffers for the next use: page faults of fresh memory cost more than the copies
     through it (at width 128 a third of the time added to a block).
     """
 
-    _MOST_KEPT = 2  # one for a group, one for the next group
-
     def __init__(self) -> None:
-        self._kept: list[Scratch] = []  # by size
+        self._spare: dict[int, list[Scratch]] = defaultdict(list)  # by size
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
-        """The smallest kept buffer that is large enough, or a new one."""
-        for index, scratch in enumerate(self._kept):
-            if num_bytes <= scratch.num_bytes and scratch.bytes.device == device:
-                del self._kept[index]
-                return scratch
+        """A kept buffer of this size, or a new one."""
+        if spare := self._spare[num_bytes]:
+            return spare.pop()
         with torch.inference_mode(False):  # the next user may be training
-            return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+            return super().acquire(num_bytes, device, dtype)
 
     def release(self, scratch: Scratch) -> None:
-        """Keep the buffer, unless enough are kept."""
+        """Keep the buffer, if it is small."""
         if scratch.num_bytes <= KEPT_STAGING_BYTES:
-            has_others = bool(self._kept)
-            self._kept.append(scratch)
-            if has_others:
-                self._kept.sort(key=_size)
-                del self._kept[: -self._MOST_KEPT]
+            self._spare[scratch.num_bytes].append(scratch)
 
 
 class HostCopies:

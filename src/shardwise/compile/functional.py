@@ -18,14 +18,13 @@ In a graph a copy is cheap and a collective is not: compilers fuse the one with 
 merge the others before they are told to. So, unlike in eager runs, large tensors are packed as well.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.communicators import factor_before_sum
 from shardwise.layout.chunks import chunk_size
@@ -237,12 +236,3 @@ def _own(chunk: Tensor, piece: Piece, world: int) -> Tensor:
     """What belongs to this rank of a flat chunk, padding aside."""
     whole = chunk.reshape(_chunk_shape(piece, world))
     return whole.narrow(piece.dim, 0, piece.own_size) if piece.shape else whole
-
-
-def unshard_again_in_backward(function: Callable[..., list[Tensor]], *shards: Tensor) -> list[Tensor]:
-    """``function(*shards)``, whose results are not kept for backward but computed again there.
-
-    By the mark that activation checkpointing leaves on what it traces, and that the partitioners of
-    AOTAutograd obey. Uncompiled graphs (``backend="eager"``) keep the results: what uses them has saved them.
-    """
-    return checkpoint(function, *shards, use_reentrant=False)  # type: ignore[no-any-return]

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.buckets.bucket import Bucket
-from shardwise.compile.functional import Piece, Ways, unshard, unshard_again_in_backward
+from shardwise.compile.functional import Piece, Ways, unshard
 from shardwise.engine.module_state import ModuleState
 from shardwise.groups.group import ParameterGroup, open_tie_message
 from shardwise.groups.shards import meta_message
@@ -78,7 +79,12 @@ def _full_tensors(ways: Ways, params: Sequence[Param], unshards_again: bool) -> 
     def unsharded(*shards: Tensor) -> list[Tensor]:
         return unshard(shards, pieces, ways)
 
-    fulls = unshard_again_in_backward(unsharded, *shards) if unshards_again else unsharded(*shards)
+    # Again in backward, by the mark of activation checkpointing, which the partitioners of AOTAutograd obey.
+    # Uncompiled graphs (backend="eager") keep the tensors, for what uses them has saved them.
+    if unshards_again:
+        fulls: list[Tensor] = checkpoint(unsharded, *shards, use_reentrant=False)
+    else:
+        fulls = unsharded(*shards)
     return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
 
 

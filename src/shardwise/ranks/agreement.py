@@ -70,7 +70,8 @@ def run_on_all_ranks(
     try:
         result = act()
     except Exception as caught:
-        failure, error = (kind_of(caught), _text_of(caught)), caught
+        kind, name = kind_of(caught), type(caught).__name__
+        failure, error = (kind, str(caught) if kind is type(caught) else f"{name}: {caught}"), caught
     told = {name: repr(value) for name, value in (same or {}).items()}
     digest = int.from_bytes(sha256(repr(told).encode()).digest()[:7], "big")
     extremes = torch.tensor([int(failure is not None), digest, -digest], device=device)
@@ -89,10 +90,6 @@ def run_on_all_ranks(
 def kind_of(error: Exception) -> type[Exception]:
     """The nearest class to that of ``error`` that every rank can raise."""
     return next((cls for cls in type(error).__mro__ if cls in _KINDS), RuntimeError)
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) if type(error) is kind_of(error) else f"{type(error).__name__}: {error}"
 
 
 def _joint(failures: Mapping[int, Failure | None], says_rank: bool) -> Exception:

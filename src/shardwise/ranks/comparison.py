@@ -130,20 +130,20 @@ def _compare_facts(unlike: Sequence[Sequence[int]], told: Mapping[int, Any]) -> 
 
 def wrong_device(devices: Mapping[int, OwnDevice]) -> str:
     """The first rank on a device that NCCL cannot use, and what to do; empty if none."""
-    found = ""
-    for rank, device in devices.items():
-        if device.bound not in ("", device.name) and not found:
-            found = f"rank {rank} uses {device.name}, but its process group is bound to {device.bound}"
+    found = [
+        f"rank {rank} uses {device.name}, but its process group is bound to {device.bound}"
+        for rank, device in devices.items()
+        if device.bound not in ("", device.name)
+    ]
     users = ranks_by_value((rank, each.identity) for rank, each in devices.items() if each.identity)
     for ranks in users.values():
-        if len(ranks) > 1 and not found:
-            found = f"{listed_ranks(ranks)} use the same device, {devices[ranks[0]].name}"
-    if not found:
-        return ""
-    return (
-        f"{found}. With NCCL each rank has a device of its own. Choose it in each process before anything is "
-        'put on a device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+        if len(ranks) > 1:
+            found.append(f"{listed_ranks(ranks)} use the same device, {devices[ranks[0]].name}")
+    advice = (
+        "With NCCL each rank has a device of its own. Choose it in each process before anything is put on a "
+        'device and before init_process_group: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
     )
+    return f"{found[0]}. {advice}" if found else ""
 
 
 def first_difference(told: Sequence[tuple[Sequence[int], Facts]]) -> str:

@@ -40,14 +40,7 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.activity import RankActivity, RankStatus, Wait
 from shardwise.ranks.board import Board
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.ranks.watch import (
-    VARIABLE,
-    StallReporter,
-    Statuses,
-    deadlock,
-    disagreement_text,
-    ended_text,
-)
+from shardwise.ranks.watch import VARIABLE, StallReporter, Statuses, deadlock, disagreement_text, ended_text
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
@@ -57,13 +50,11 @@ SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 # How long to wait for the posts of others after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
+PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-_UNKNOWN = "an exception; see its log"
 
 
 class CommunicationError(RuntimeError):
@@ -77,7 +68,7 @@ class FailureNote:
 
     rank: int
     where: str
-    error: str  # "" until it is known
+    error: str
     issued: int = 0
     ordinal: int = 1
     is_over: bool = False  # the rank has continued
@@ -89,7 +80,7 @@ class FailureNote:
         if self.between:
             return f"{subject}, because {self.error}"
         return (
-            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error or _UNKNOWN}\n"
+            f"{subject}, because rank {self.rank} has failed in {self.where}: {self.error}\n"
             f"This rank waited for what rank {self.rank} has not sent any more. "
             f"The traceback is in the log of rank {self.rank}."
         )
@@ -110,7 +101,8 @@ class FailureMonitor(RankActivity):
         self._lock = threading.RLock()  # a finalizer may report inside it
         self._own: FailureNote | None = None  # posted, and not over
         self._failed_at = (-1, 0)  # collectives issued, and how many failures there
-        self._search: tuple[dict[int, Any], int] = {}, 0  # exceptions by thread before; looks since
+        # For the exception of a backward: where, exceptions by thread before, looks since.
+        self._search: tuple[str, dict[int, Any], int] | None = None
         self._suspects: Counter[int] = Counter()  # in how many checks of this wait failures were not over
         self._unraised: FailureNote | None = None  # a failure that has not been raised on the host yet
         self._heeded: set[int] = set()  # failures that were raised here
@@ -129,12 +121,12 @@ class FailureMonitor(RankActivity):
     def begin(self) -> None:
         """This rank continues: its exception was caught. Raise CommunicationError if another rank has failed,
         and the work that this rank has queued since is lost."""
-        if self._own is None and self.failure is None:
+        if self._own is None and self.failure is None and self._search is None:
             self.issuing = None  # the caller may have caught its exception
             return
         with self._lock:
             unraised, self._unraised = self._unraised, None
-            self.failure = self.issuing = None
+            self.failure = self.issuing = self._search = None
             self._queued.clear()
             self._end_own()
         if unraised is not None:
@@ -147,49 +139,48 @@ class FailureMonitor(RankActivity):
             self._report(where, f"{kind}: {error}"[:2000] if str(error) else kind)
 
     def report_backward(self, where: str) -> None:
-        """Report a failed backward. Its exception has not reached the caller, and is not available yet."""
+        """Report a failed backward, once its exception is found: it has not reached the caller yet."""
         with self._lock:
-            if self._own is None:  # otherwise an inner backward has failed already, for the same reason
-                self._search = interpreter.handled_exceptions(), 0
-                self._report(where, "")
+            if self._search is None and self._fails():
+                self._search = where, interpreter.handled_exceptions(), 0
+
+    def _fails(self) -> bool:
+        """Count a failure of this rank; False if the others know one already, or have caused it."""
+        if not self.has_others or self.failure is not None or self._own is not None:
+            return False
+        before, times = self._failed_at
+        self._failed_at = self.issued, times + 1 if before == self.issued else 1
+        return True
 
     def _report(self, where: str, error: str) -> None:
         with self._lock:
-            if self._own is None:
-                if not self.has_others or self.failure is not None:
-                    return
-                before, times = self._failed_at
-                self._failed_at = self.issued, times + 1 if before == self.issued else 1
-                self._own = FailureNote(self.rank, where, "", *self._failed_at)
-            if not self._own.error:
-                self._post_own(error=error)
+            search, self._search = self._search, None
+            if search is not None or self._fails():
+                self._own = FailureNote(self.rank, search[0] if search else where, error, *self._failed_at)
+                with suppress(dist.DistError):  # the store has ended: no rank can read it
+                    self._own = self._post(self._own)
 
     def _find_exception(self) -> None:
-        """Complete the note on a backward with its exception, which some thread is handling."""
+        """Report a backward with its exception, which some thread is handling."""
         with self._lock:
-            if self._own is None or self._own.error:
+            if self._search is None:
                 return
-            (before, looks), now = self._search, interpreter.handled_exceptions()
-            self._search = before, looks + 1
+            (where, before, looks), now = self._search, interpreter.handled_exceptions()
             new = [error for key, error in now.items() if error is not None and error is not before.get(key)]
-            if not new and looks == SEARCH_LOOKS:
-                self._post_own(error=_UNKNOWN)
-            elif new and isinstance(new[0], CommunicationError):
-                self._end_own()
+            if new and isinstance(new[0], CommunicationError):
+                self._search = None
             elif new:
-                self.report(new[0], self._own.where)
+                self.report(new[0], where)
+            elif looks == SEARCH_LOOKS:
+                self._report(where, "an exception; see its log")
+            else:
+                self._search = where, before, looks + 1
 
     def _end_own(self) -> None:
-        if self._own is not None:
-            self._post_own(is_over=True)
-            self._own = None
-
-    def _post_own(self, **changes: Any) -> None:
-        assert self._own is not None
-        try:
-            self._own = self._post(replace(self._own, **changes))
-        except dist.DistError:  # the store has ended: no rank can read it
-            self._own = None
+        own, self._own = self._own, None
+        if own is not None:
+            with suppress(dist.DistError):
+                self._post(replace(own, is_over=True))
 
     def _post(self, note: FailureNote) -> FailureNote:
         note = replace(note, key=note.key or self._board.count("failures"))
@@ -277,12 +268,15 @@ class FailureMonitor(RankActivity):
         for group in groups:
             self._board.post(f"failed/{group}/{self.rank}", own)
         is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
-        deadline = time.monotonic() + (TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S)
+        started = time.monotonic()
         waits: dict[int, RankStatus | None] = {}
         while True:
-            is_late = time.monotonic() >= deadline
+            patience_s = TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S
+            if peer in waits and waits[peer] is None and not is_timeout:
+                patience_s = PEER_PATIENCE_S
+            is_late = time.monotonic() - started >= patience_s
             for note in self.active_failures():
-                if self._heeds(note) and (is_late or note.error):
+                if self._heeds(note):
                     return note
             for group, ranks in groups.items():
                 waits |= self._board.statuses(f"failed/{group}", ranks)
@@ -311,7 +305,7 @@ class FailureMonitor(RankActivity):
 
     def look(self) -> None:
         """One check of the thread."""
-        if (own := self._own) is not None and not own.error:
+        if self._search is not None:
             self._find_exception()
         waiting = self.count_look()
         try:
@@ -356,7 +350,7 @@ class FailureMonitor(RankActivity):
                 return self._take(note)
             if note.rank in ranks and self._heeds(note) and note.issued < number:
                 self._suspects[note.key] += 1
-                if self._suspects[note.key] >= PATIENCE_LOOKS and note.error:
+                if self._suspects[note.key] >= PATIENCE_LOOKS:
                     self._take(note)
                 return
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket
 from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import UnshardedBuffer, bytes_of, local_views
+from shardwise.comm.buffers import LocalViews, UnshardedBuffer, bytes_of
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.groups.group import ParameterGroup
@@ -307,7 +307,7 @@ def _full_gradients(bucket: Bucket) -> list[Tensor | None]:
     rank, axis = bucket.mesh.shard_axis.rank, bucket.mesh.shard_axis
     flat = torch.zeros(bucket.kept.shard_bytes, dtype=torch.uint8, device=bucket.storage.device)
     is_there = torch.zeros(len(bucket.params), dtype=torch.int32, device=bucket.mesh.device)
-    views = local_views(flat, bucket.kept, rank)
+    views = LocalViews(bucket.kept, rank).of(flat)
     for index, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
         gradient = param.sharded.grad
         if gradient is not None:
