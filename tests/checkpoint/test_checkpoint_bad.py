@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
+from shardwise.init.loads import mark_partly_loaded, why_partly_loaded
 from shardwise.state import EMA, save_safetensors
 
 

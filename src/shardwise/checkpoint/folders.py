@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
-from shardwise.state.export import sync
+from shardwise.state.model_files import sync
 
 
 def _hidden(path: Path, token: str, kind: str) -> Path:
@@ -346,9 +346,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     point, as in a date, each part is a number. Names without a number are ignored; if there are no others, a
     warning is raised. If a save with ``keep`` is still running, wait for it: it removes older checkpoints.
 
-    Not collective: each rank looks by itself. To load the newest checkpoint on all ranks, call :func:`resume`
-    instead: if the file system shows a host an old state, that host may find none and not call
-    load_checkpoint, where the others wait for it.
+    Each rank looks by itself. To load the newest checkpoint on all ranks, call :func:`resume` instead: if the
+    file system shows a host an old state, that host may find none, where the others wait for it to load.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

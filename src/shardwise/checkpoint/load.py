@@ -15,9 +15,16 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
+from shardwise.checkpoint.manifest import (
+    INFO,
+    Manifest,
+    by_first,
+    check_records,
+    is_extra_state,
+    read,
+    read_objects,
+)
 from shardwise.checkpoint.pending import begin
-from shardwise.checkpoint.reading import check_records, read, read_objects
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
@@ -26,8 +33,13 @@ from shardwise.checkpoint.stateful import (
     rebuilt,
     tensor_places,
 )
-from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
+from shardwise.init.loads import (
+    give_memory,
+    is_on_meta,
+    mark_partly_loaded,
+    note_complete_load,
+    refuse_lost,
+)
 from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.rank_group import RankGroup
@@ -85,9 +97,6 @@ class Loaded:
                 "save_checkpoint(..., shared={'step': step})."
             )
         return self.shared["step"]  # type: ignore[no-any-return]
-
-
-# --- loading --------------------------------------------------------------------------------------
 
 
 @monitored
@@ -178,19 +187,12 @@ def resume(
     """Load the newest complete checkpoint in `directory`, if there is one.
 
     Collective over all ranks of the default process group. The first rank looks for the checkpoint, as
-    :func:`latest_checkpoint` does, and all ranks load that one. If there is none, or no `directory`, nothing
-    is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty. The first rank logs which
-    checkpoint it found, or that it found none.
+    :func:`latest_checkpoint` does, logs what it found, and all ranks load that one. If there is none, or no
+    `directory`, nothing is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
-        model: see :func:`load_checkpoint`, also for the following arguments.
-        optimizer: one, or several.
-        states: objects whose states are loaded, by name.
-        strict: False allows names to be missing on either side.
-        convert_dtype: convert floating-point tensors of another dtype.
-        verify: compare the data with its digests.
-        trust: create objects of any class, which can run any code.
+        model, optimizer, states, strict, convert_dtype, verify, trust: see :func:`load_checkpoint`.
 
     Returns:
         What was loaded besides the model and the optimizer. Its `step` is the one that was saved.

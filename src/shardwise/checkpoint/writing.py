@@ -11,7 +11,7 @@ from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.rank_group import RankGroup
-from shardwise.state.export import sync
+from shardwise.state.model_files import sync
 
 
 def write(

@@ -33,11 +33,9 @@ class Inventory:
         self._add_plain()
         self._add_neighbours()
         self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
-        self.todo = [
-            module
-            for module in _children_first(model)
-            if any(tensor.is_meta for _, tensor in sites_in([module]))
-        ]
+        children_first: dict[nn.Module, None] = {}
+        nn.Module.apply(model, lambda module: children_first.setdefault(module))
+        self.todo = [m for m in children_first if any(tensor.is_meta for _, tensor in sites_in([m]))]
 
     def _add_sharded(self) -> None:
         for group in self.groups:
@@ -89,20 +87,6 @@ class Inventory:
         return [placeholder for placeholder in self.placeholders.values() if placeholder.is_empty]
 
 
-def _children_first(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules, each once, in the order of ``nn.Module.apply``."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                yield from walk(child)
-            yield module
-
-    return walk(model)
-
-
 @dataclass
 class Visit:
     """Modules of one group, or of none, that are initialised while the tensors they may write to are full."""
@@ -129,7 +113,12 @@ class Visit:
             failed = None
         finally:
             with torch.inference_mode(False), torch.no_grad():
-                problems = self._settle(placeholders, failed)
+                problems = []
+                for placeholder in placeholders:
+                    if failed is not None and placeholder.is_in({failed}):
+                        placeholder.put_back()
+                    elif problem := placeholder.settle():
+                        problems.append(problem)
             for module, names in orders.items():
                 nn_modules.reorder(nn_modules.parameters(module), names)
             for each in self._groups_of(placeholders):
@@ -172,16 +161,6 @@ class Visit:
         except Exception as error:
             error.add_note(f"materialize: raised while initialising {what}.")
             raise
-
-    def _settle(self, placeholders: list[Placeholder], failed: nn.Module | None) -> list[str]:
-        problems: list[str] = []
-        for placeholder in placeholders:
-            if failed is not None and placeholder.is_in({failed}):
-                placeholder.put_back()
-                continue
-            problem = placeholder.settle()
-            problems += [problem] if problem else []
-        return problems
 
 
 def _check_place(placeholder: Placeholder) -> None:

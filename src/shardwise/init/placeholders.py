@@ -189,8 +189,10 @@ class Placeholder:
     def _memory_for(self, part: Tensor) -> Tensor:
         """Memory that nothing else uses, not even the full tensor."""
         if not isinstance(self.original, DTensor) or self._local_class is Tensor:
+            is_sharded = isinstance(self.original, DTensor)
+            form = torch.contiguous_format if is_sharded else torch.preserve_format
             kind = self.original.dtype
-            return torch.empty_like(part, dtype=kind, device=self.home, memory_format=self._format)
+            return torch.empty_like(part, dtype=kind, device=self.home, memory_format=form)
         made = torch.empty_like(dtensor.local_tensor(self.original), device=self.home)
         if type(made) is not self._local_class:
             raise RuntimeError(
@@ -199,10 +201,6 @@ class Placeholder:
                 "itself there, or load the parameter instead: to_empty(), then load_state_dict()."
             )
         return made
-
-    @property
-    def _format(self) -> torch.memory_format:
-        return torch.contiguous_format if isinstance(self.original, DTensor) else torch.preserve_format
 
     def _part(self, value: Tensor) -> Tensor:
         """This rank's part of the full value."""

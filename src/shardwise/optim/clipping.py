@@ -56,11 +56,10 @@ def clip_grad_norm_(
         The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
         float64 if a gradient is. The same bits on every rank of the largest mesh.
 
-    Collective: all ranks of a mesh call it, with the same parameters. It costs one all-reduce for each mesh
-    dimension over which a parameter is sharded. Each sends 32 bytes a rank: 8 for each kind of placement
-    (seldom more than three), and 8 to compare the parameters. The parameters alone determine the
-    all-reduces: a rank may lack any gradient. Gradients whose placements differ from their parameter's
-    (``Partial``) are first redistributed, one by one.
+    Collective: all ranks of a mesh call it, with the same parameters; a rank may lack any gradient. It costs
+    one all-reduce for each mesh dimension over which a parameter is sharded, of 32 bytes a rank: 8 for each
+    kind of placement (seldom more than three), and 8 to compare the parameters. Gradients whose placements
+    differ from their parameter's (``Partial``) are first redistributed, one by one.
 
     Parameters may differ between ranks where no mesh relates them: plain ones beside DTensors, whose
     gradients belong to the rank (``ignored_params``), and DTensors on a slice of a mesh whose other
@@ -94,21 +93,18 @@ def clip_grad_norm_(
 def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0) -> Tensor:
     """The norm of all elements of ``tensors``, whole ones, however they are divided between ranks.
 
-    What ``torch.nn.utils.get_total_norm`` is for plain tensors. The tensors themselves are measured: for
-    gradients, pass ``param.grad``, or use what :func:`clip_grad_norm_` returns. DTensors may be on any
-    meshes, sharded, replicated and tensor-parallel, together with plain tensors. No graph is recorded.
+    What ``torch.nn.utils.get_total_norm`` is for plain tensors, for those that :func:`clip_grad_norm_` takes,
+    and with its collectives. The tensors themselves are measured: for gradients, pass ``param.grad``. No
+    graph is recorded.
 
     Args:
-        tensors: a tensor, or an iterable of tensors. One that appears twice counts once.
+        tensors: a tensor, or an iterable of tensors; the same on all ranks of a mesh. One that appears twice
+            counts once. Where plain tensors differ by rank beside DTensors, the largest of the norms counts.
         norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
 
     Returns:
         A plain tensor without dimensions on the device of the mesh, float32, or float64 if a tensor is.
         Summed in float64, and the same bits on every rank.
-
-    Collective, with the all-reduces of :func:`clip_grad_norm_`: one for each mesh dimension over which a
-    tensor is sharded. All ranks of a mesh pass the same tensors. Where plain tensors differ by rank beside
-    DTensors, the largest of the ranks' norms counts.
 
     Raises:
         TypeError: ``tensors`` is or contains something else, such as the ``.grad`` of a parameter without.

@@ -332,7 +332,8 @@ class StepPlan:
         for run, some in found:
             self._firsts.append(count)
             if run.is_merged:
-                self._ranges.append(_merged_range(some, count))
+                gradients = some[0].at.gradients.range_of([member.at.position for member in some])
+                self._ranges.append(_MergedRange(gradients, count, count + len(some)))
             count += len(some)
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -370,12 +371,6 @@ class _MergedRange(NamedTuple):
     gradients: GradientRange
     begin: int
     end: int
-
-
-def _merged_range(members: Sequence[RunMember], begin: int) -> _MergedRange:
-    locations = [member.location for member in members if member.location is not None]
-    indices = [location.position for location in locations]
-    return _MergedRange(locations[0].gradients.range_of(indices), begin, begin + len(members))
 
 
 _LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of

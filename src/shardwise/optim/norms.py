@@ -50,9 +50,6 @@ _LARGEST_PLAIN_POWER = 6.0
 _PLAIN_DECADES = 250.0
 
 
-# --- the gradients --------------------------------------------------------------------------------
-
-
 GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 

@@ -567,6 +567,11 @@ def placed_gradient(param: DTensor, name: str) -> DTensor:
             "parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to "
             ".grad of sharded parameters, or None."
         )
-    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return gradient
+    return placed_like(gradient, param)
+
+
+def placed_like(value: DTensor, param: DTensor) -> DTensor:
+    """``value`` on the mesh and with the placements of ``param``."""
+    if value.placements == param.placements and value.device_mesh == param.device_mesh:
+        return value
+    return value.redistribute(param.device_mesh, param.placements)

@@ -277,11 +277,8 @@ class WholeParameters(Optimizer):
         self.state = defaultdict(dict, kept)
 
     def __repr__(self) -> str:
-        return (
-            super()
-            .__repr__()
-            .replace("WholeParameters", f"WholeParameters of {self.optimizer_class.__name__}", 1)
-        )
+        name = f"WholeParameters of {self.optimizer_class.__name__}"
+        return super().__repr__().replace("WholeParameters", name, 1)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -714,9 +711,6 @@ def _described(values: Mapping[str, Any]) -> str:
         return repr(value) if isinstance(value, plain) else type(value).__qualname__
 
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_class(kind: Any, single_owner: Any) -> None:
