@@ -140,7 +140,18 @@ def fairscale(model: GPT, kind: str) -> Train:
     from fairscale.optim.oss import OSS
 
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=3e-4)
-    return plainly(ShardedDataParallel(model, optimizer), optimizer)
+    wrapped = ShardedDataParallel(model, optimizer)
+
+    def train(loss_of: Callable[[Any], Tensor]) -> Tensor:
+        loss = loss_of(wrapped)
+        loss.backward()
+        optimizer.step()
+        # Gradients are views of its buckets. With set_to_none, torch's default, they are no longer, and the
+        # buckets send the zeros or sums of an earlier step.
+        wrapped.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return train
 
 
 def deepspeed(model: GPT, kind: str) -> Train:

@@ -28,7 +28,7 @@ from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_chec
 from shardwise.checkpoint import folders
 from shardwise.checkpoint import load as load_module
 from shardwise.checkpoint.writing import write
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 
 
 @pytest.mark.parametrize("name", ["step-1.partial", "step-1.previous", "partial", "a.b.removed"])

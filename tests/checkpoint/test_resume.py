@@ -92,7 +92,7 @@ def looks(folder: str) -> tuple[int, int]:
     model = built(uneven_tower)
     shard_tower(model)
     save_checkpoint(f"{folder}/step-1", model, shared={"step": 1})
-    with mock.patch.object(folders, "_complete", wraps=folders._complete) as complete:
+    with mock.patch.object(folders, "complete_in", wraps=folders.complete_in) as complete:
         step = resume(folder, model).step
     return complete.call_count, step
 

@@ -26,7 +26,7 @@ from shardwise.comm.communicators import (
     SingleRank,
     make_communicator,
 )
-from shardwise.comm.reduce_scatter import ReduceScatter
+from shardwise.comm.reduction import ReduceScatter
 from shardwise.comm.streams import HostStream
 from shardwise.layout.slots import Layout, Slot, plan_layout
 from shardwise.torch_compat import c10d

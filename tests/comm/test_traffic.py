@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.buckets import communication
-from shardwise.comm.communicators import BackendCollectives
+from shardwise.comm import communicators
+from shardwise.comm.communicators import BackendCollectives, unless_alone
 from shardwise.observe import memory_snapshot
 from shardwise.optim import offload_optimizer_state
 
@@ -120,7 +120,8 @@ class Scaled(nn.Module):
 def streams_of_a_scalar(shape: tuple[int, ...]) -> tuple[list[str], float]:
     """The streams that broadcasts of its gradient ran on, and that gradient."""
     names = ("replicate", "shard")[-len(shape) :]
-    on_back_end = mock.patch.object(communication, "make_communicator", BackendCollectives)
+    make = unless_alone(BackendCollectives)
+    on_back_end = mock.patch.object(communicators, "make_communicator", make)
     with streams_on_the_host() as device, on_back_end:
         torch.manual_seed(0)
         model = Scaled()

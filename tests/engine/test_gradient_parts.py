@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
-from shardwise.comm.reduce_scatter import GradientPart, ReduceScatter
+from shardwise.comm.reduction import GradientPart, ReduceScatter
 from shardwise.engine.reduction_queue import ReductionQueue
 from shardwise.groups.gradient_parts import PartQueue
 from shardwise.groups.gradients import Gradients

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.observe import GroupSnapshot, MemorySnapshot, memory_snapshot
-from shardwise.params.deferred_gradient import DeferredGradient
+from shardwise.params.parameter import DeferredGradient
 
 WIDTH = 768  # so that nothing is small enough to keep its memory, on the host, while nobody uses it
 MATRIX = WIDTH * WIDTH * 4

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 
 from shardwise.layout.fqns import listed_ranks
 from shardwise.ranks.activity import RankStatus
-from shardwise.ranks.verdicts import deadlock, report_of
+from shardwise.ranks.watch import deadlock, report_of
 
 ISSUED = {"all-gather layers.3": 12, "all-gather layers.4": 11, "call clip_grad_norm_": 11}
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.params.deferred_gradient import DeferredGradient
+from shardwise.params.parameter import DeferredGradient
 
 FLAT = ("ddp", "zero1", "zero2", "zero3")
 HYBRID = ("hybrid", "hybrid_zero2")

@@ -15,15 +15,20 @@ experts are. A bucket knows *how*; its group knows whether and when.
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.communication import Communication
-from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
+from shardwise.buckets.sharded_gradients import (
+    BucketReduction,
+    ShardedGradients,
+    ShardStorage,
+    all_start_at,
+)
 from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
     FlatShard,
@@ -34,6 +39,7 @@ from shardwise.comm.buffers import (
     local_views,
     typed_segments,
 )
+from shardwise.comm.communicators import Communication
 from shardwise.comm.custom import PooledCollectives
 from shardwise.comm.quantized import Int8AllGather
 from shardwise.comm.streams import CommStream, Finish, nothing, wait_and_release
@@ -43,14 +49,6 @@ from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_
 from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
 from shardwise.torch_compat import dtensor
-
-
-@dataclass(frozen=True)
-class ShardStorage:
-    """Where sharded parameters are stored."""
-
-    device: torch.device
-    is_pinned: bool = False
 
 
 class Bucket:
@@ -95,21 +93,14 @@ class Bucket:
         axis = self.communication.options.post_forward_axis
         forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
         own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
-        layouts = {
-            dtypes: self._layout(dtypes, own, few) for dtypes in dict.fromkeys(forms)
-        }  # equal ones once
+        layouts = {each: self._layout(each, own, few) for each in dict.fromkeys(forms)}  # equal ones once
         self.stored, self.computed, self.reduced, self.kept = map(layouts.__getitem__, forms)
         is_pinned = self.storage.is_pinned and device.type == "cpu"
         self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
         before: BucketReduction | None = getattr(self, "reduction", None)
         self.reduction = BucketReduction(
-            self.communication,
-            self.reduced,
-            self.policy.part_bytes,
-            self.sharded_gradients,
-            self.storage.device,
-            self.storage.is_pinned,
+            self.communication, self.reduced, self.policy.part_bytes, self.sharded_gradients, self.storage
         )
         if before is not None:
             self.reduction.carry_earlier(before)
@@ -122,23 +113,12 @@ class Bucket:
 
     def _layout(self, dtypes: Sequence[torch.dtype], world: int, slots_serve: int | None) -> Layout:
         """The layout of the parameters in these dtypes; the slots also fit ``slots_serve`` ranks."""
-        own = self.mesh.shard_axis.world
-        slots = [
-            Slot(
-                param.shape,
-                dtype,
-                dtype.itemsize,
-                param.precision,
-                max(1, ALIGNMENT // param.precision.smallest_itemsize),
-                param.dim,
-                own,
-            )
-            for param, dtype in zip(self.params, dtypes, strict=True)
-        ]
-        chunk_bytes = [
-            slot.chunk_numel * param.precision.computed.itemsize
-            for slot, param in zip(slots, self.params, strict=True)
-        ]
+        own, slots, chunk_bytes = self.mesh.shard_axis.world, [], []
+        for param, dtype in zip(self.params, dtypes, strict=True):
+            kind = param.precision
+            granule = max(1, ALIGNMENT // kind.smallest_itemsize)
+            slots.append(Slot(param.shape, dtype, dtype.itemsize, kind, granule, param.dim, own))
+            chunk_bytes.append(slots[-1].chunk_numel * kind.computed.itemsize)
         return plan_layout(slots, world, self._are_direct(chunk_bytes), slots_serve)
 
     def post_forward_layout(self, axis: Axis) -> Layout:
@@ -177,8 +157,8 @@ class Bucket:
         Not into the existing one: assigned tensors may be shards of ours, for example after two parameters
         were swapped, and would be overwritten before this or another bucket has read them.
         """
-        for param in self.params:
-            local = dtensor.local_tensor(param.sharded)
+        locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
             if local.device not in (self.storage.device, self.mesh.device):
                 raise RuntimeError(
                     f"{param.fqn}: its shard is on {local.device}, but its mesh is of {self.mesh.device}, "
@@ -189,10 +169,7 @@ class Bucket:
         if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
                 param.adopt_dtype()
-        elif all(
-            dtensor.local_tensor(p.sharded) is v
-            for p, v in zip(self.params, self.flat_shard.views, strict=True)
-        ):
+        elif all(map(is_, locals_, self.flat_shard.views)):
             return False
         self.rebuild_flat_shard()
         return True

@@ -51,11 +51,7 @@ def needs_own_bucket(tensor: Tensor) -> bool:
 
 
 def check_protocol(tensor: Tensor, where: str) -> None:
-    """Refuse a tensor with only one of the two methods.
-
-    Raises:
-        TypeError: with the method's name.
-    """
+    """Refuse a tensor with only one of the two methods."""
     has = [name for name in (PRE, POST) if callable(getattr(tensor, name, None))]
     if len(has) == 1:
         missing = POST if has == [PRE] else PRE
@@ -95,10 +91,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class _ExtensionBuffer:
-    """The memory of an unsharded parameter that its protocol made, with the interface of UnshardedBuffer.
-
-    It consists of storages of tensors, emptied between uses.
-    """
+    """An UnshardedBuffer of the storages of tensors that a protocol made."""
 
     is_alias = False
 
@@ -143,10 +136,7 @@ class ExtensionBucket(Bucket):
     ) -> None:
         super().__init__([param], mesh, policy, storage)
         self.mp_policy = mp_policy
-
-    @property
-    def _param(self) -> Param:
-        return self.params[0]
+        self._param = param
 
     takes_more = False
 
@@ -159,10 +149,8 @@ class ExtensionBucket(Bucket):
         device = torch.device("meta") if whole.is_meta else self.storage.device
         self.lay_out(device)
         part = self._parts(whole, world)[rank]
-        if whole.is_meta:
-            local = torch.empty_like(part)  # not all classes can be cloned there
-        else:
-            local = _copied(part).to(device)
+        # Not all classes can be cloned on the meta device.
+        local = torch.empty_like(part) if whole.is_meta else _copied(part).to(device)
         _carry_methods(whole, local)
         return [self._param.make_shard(local)]
 
@@ -191,12 +179,11 @@ class ExtensionBucket(Bucket):
     def sync_flat_shard(self) -> bool:
         """Adopt a local tensor that was moved, cast or assigned; True if the bucket was laid out again."""
         param = self._param
-        is_planned_anew = param.sharded.dtype != param.precision.stored or self.flat_shard.bytes.is_meta
-        if is_planned_anew:
+        if param.sharded.dtype != param.precision.stored or self.flat_shard.bytes.is_meta:
             self.rebuild_flat_shard()
-        else:
-            self._take_local()
-        return is_planned_anew
+            return True
+        self._take_local()
+        return False
 
     def rebuild_flat_shard(self) -> None:
         """Lay out the bucket again."""
@@ -253,8 +240,7 @@ class _UnshardedExtension(UnshardedBucket):
     def _param_dtype(self) -> torch.dtype:
         if self._param.local.dtype.is_floating_point:
             return self._param.precision.computed
-        asked = None if self._bucket.mp_policy is None else self._bucket.mp_policy.param_dtype
-        return asked or self._param.local.dtype
+        return getattr(self._bucket.mp_policy, "param_dtype", None) or self._param.local.dtype
 
     def _inputs(self, stream: CommStream | None = None) -> tuple[list[Tensor], Any]:
         """The tensors to send, and the metadata; a shard on the host is copied for ``stream``, or at once."""
@@ -359,12 +345,7 @@ class _UnshardedExtension(UnshardedBucket):
 
 
 def check_before_training(bucket: Bucket) -> None:
-    """Refuse parameters that cannot be all-gathered, or have only half of the protocol.
-
-    Raises:
-        NotImplementedError: a tensor subclass has no protocol.
-        TypeError: what ``check_protocol`` raises.
-    """
+    """Refuse parameters of a subclass without the protocol, or with half of it."""
     for param in bucket.params:
         check_protocol(param.local, param.fqn)
         if isinstance(bucket, ExtensionBucket) and not is_extension(param.local):

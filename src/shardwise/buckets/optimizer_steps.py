@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
+from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor
 from shardwise.torch_compat.dynamo import break_graphs
 
@@ -81,11 +81,8 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    stepped: SteppedParameters | None = None
-    if (known := getattr(optimizer, "stepped_parameters", None)) is not None:
-        stepped = known()  # saves a pass over all parameters
-    if stepped is None:
-        stepped = SteppedParameters.of(optimizer.param_groups)
+    known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
+    stepped: SteppedParameters = (known and known()) or SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()
     if not buckets:
         return

@@ -7,7 +7,7 @@ use the flat tensor instead:
 
     buffer   | w1 . . . . | b1 | w2 . . | b2 |        w1.grad is the DTensor over the first range, ...
     flat     |-------------------------------|        for adding to it, norms and clipping
-    ranges   |---------|                              for optimizers: see ``range_of``
+    ranges   |---------|                              for optimizers: see ``GradientRange``
 
 The caller may set ``.grad`` to another tensor, or to None, at any time. So each query checks the local
 tensors that the bucket has made, by weak references: ``zero_grad()`` frees them.
@@ -15,7 +15,7 @@ tensors that the bucket has made, by weak references: ``zero_grad()`` frees them
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not, itemgetter, or_, sub
 from typing import Any
@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.buckets.communication import Communication
 from shardwise.comm.buffers import LocalViews, local_views, typed_range
-from shardwise.comm.reduce_scatter import ReduceScatter
-from shardwise.comm.reduction import Hook, Reduction, SecondStage
+from shardwise.comm.communicators import Communication
+from shardwise.comm.reduction import Hook, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
 from shardwise.layout.slots import Layout
 from shardwise.params.parameter import Param
@@ -128,10 +127,6 @@ class ShardedGradients:
         is_in_place = self._made[index]() is local and local.data_ptr() == buffer + self._offsets[index]
         return buffer if is_in_place else None
 
-    def range_of(self, indices: Sequence[int]) -> "GradientRange":
-        """The gradients of some parameters, to check at each step."""
-        return GradientRange(self, indices)
-
     def gradient_offset(self, index: int) -> int:
         """The start of a parameter's gradient in the buffer, in its elements."""
         slot = self.layout.slots[index]
@@ -183,11 +178,19 @@ def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) 
 # --- reductions -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ShardStorage:
+    """Where sharded parameters and their gradients are stored."""
+
+    device: torch.device
+    is_pinned: bool = False
+
+
 class BucketReduction:
     """The reductions of a bucket's gradients, one after another: over its ranks, and over the replicas.
 
-    ``layout``: of the sums. Results go to ``device``, where the shards are, perhaps to pinned memory. Sums
-    that are not yet to be reduced over replicas stay here, and are added to the next ones.
+    ``layout``: of the sums. Results go to ``storage``, where the shards are. Sums that are not yet to be
+    reduced over replicas stay here, and are added to the next ones.
     """
 
     def __init__(
@@ -196,8 +199,7 @@ class BucketReduction:
         layout: Layout,
         part_bytes: float | None,
         gradients: ShardedGradients,
-        device: torch.device,
-        is_pinned: bool,
+        storage: ShardStorage,
     ) -> None:
         self._params = gradients.params
         self._communication = communication
@@ -216,7 +218,7 @@ class BucketReduction:
         self._differ_over_replicas = can_differ and has_replicas
         self._averages_itself = communication.averages_itself
         self._own_divisor = 1.0 if self._averages_itself else float(mesh.num_ranks)
-        self._to_gradients = SecondStage(gradients.layout, device, is_pinned)
+        self._to_gradients = SecondStage(gradients.layout, storage.device, storage.is_pinned)
         self.earlier: Tensor | None = None
         """Sums that have yet to be summed over replicas."""
         # Set by close for accumulate: which parameters have a gradient in the reduction or in the earlier

@@ -16,7 +16,7 @@ from shardwise.checkpoint.writing import write
 from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 from shardwise.state.model_files import SHARD_BYTES, FileContents, FileJob, ModelFiles, plan_files
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")

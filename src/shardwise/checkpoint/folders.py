@@ -40,7 +40,7 @@ ABANDONED_S = 24 * 3600  # without a change, on a host whose processes are not s
 
 _TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f]{6}"
 _HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
-_FILES = re.compile(r"__\d+_\d+\.distcp|\.digests|\.metadata(\.tmp)?")
+_FILES = re.compile(r"__\d+_\d+\.distcp|\.__\d+_\d+\.distcp\.part|\.digests|\.metadata(\.tmp)?")
 
 TRIALS = 10  # where another job may save to the same path
 _NUMBER = r"\d+(?:\.\d+)*"  # in a name
@@ -95,7 +95,7 @@ class Save:
 def new_token() -> str:
     """A name that no other save has, and that says which process it is of."""
     pid = os.getpid()
-    return f"{_this_host()}-{pid:x}-{_began(pid) or 0:x}-{uuid4().hex[:6]}"
+    return f"{this_host()}-{pid:x}-{_began(pid) or 0:x}-{uuid4().hex[:6]}"
 
 
 @contextmanager
@@ -204,6 +204,9 @@ class OpenFolder:
         for name in names:
             if name not in self._kept and len(self._kept) < _MOST_OPEN:
                 self._kept[name] = self._handle(name)
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Copy files here that are about to be read, if others have them; collective. See hosts.py."""
 
     def size(self, name: str) -> int | None:
         """The length of a file in bytes; None: there is no such file."""
@@ -377,8 +380,8 @@ def newest(caller: str, directory: Path) -> Path | None:
             f"load_checkpoint, or the folder that holds it to {caller}."
         )
     # Names of one number are told apart by their text, so that all ranks choose the same one.
-    complete = _complete(directory)
-    latest = max(filter(numbered, complete), key=lambda name: (_numbers(name), name), default=None)
+    complete = complete_in(directory)
+    latest = max(filter(numbered, complete), key=newness, default=None)
     if latest is not None:
         return complete[latest]
     if complete:
@@ -402,8 +405,8 @@ def remove_older(save: Save, keep: int) -> None:
         return other is not None and other[0] == own[0] and other[1] < own[1]
 
     folder = save.path.parent
-    older = [(_numbers(name), name, place) for name, place in _complete(folder).items() if is_older(name)]
-    for _, name, place in sorted(older, reverse=True)[keep - 1 :]:
+    older = {name: place for name, place in complete_in(folder).items() if is_older(name)}
+    for name, place in sorted(older.items(), key=lambda each: newness(each[0]), reverse=True)[keep - 1 :]:
         if not place.is_symlink():
             _remove_checkpoint(place, folder / name, save.token)
     for each in [each for each in folder.iterdir() if is_older(each.name)]:
@@ -412,7 +415,7 @@ def remove_older(save: Save, keep: int) -> None:
             _remove_checkpoint(each, each, save.token)
 
 
-def _complete(directory: Path) -> dict[str, Path]:
+def complete_in(directory: Path) -> dict[str, Path]:
     """The complete checkpoints in `directory`, by name: also those that a crash has left aside."""
     if not directory.is_dir():
         return {}
@@ -428,9 +431,9 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _numbers(name: str) -> list[Decimal]:
-    """All of them, from the left: 'epoch-2-step-100' is newer than 'epoch-1-step-900'."""
-    return [part for number in re.findall(_NUMBER, name) for part in _parts(number)]
+def newness(name: str) -> tuple[list[Decimal], str]:
+    """All numbers, from the left: 'epoch-2-step-100' is newer than 'epoch-1-step-900'."""
+    return [part for number in re.findall(_NUMBER, name) for part in _parts(number)], name
 
 
 def _parts(number: str) -> list[Decimal]:
@@ -463,7 +466,7 @@ def _is_abandoned(place: Path) -> bool:
     """Whether nobody writes or removes it any more."""
     match = _HIDDEN.fullmatch(place.name)
     assert match is not None
-    if match["token"] is None or match["host"] != _this_host():
+    if match["token"] is None or match["host"] != this_host():
         changes = [place.stat().st_mtime, *(each.stat().st_mtime for each in place.iterdir())]
         return time.time() - max(changes) > ABANDONED_S
     pid, began = int(match["pid"], 16), int(match["began"], 16)
@@ -483,7 +486,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @cache
-def _this_host() -> str:
+def this_host() -> str:
     """What has these process numbers: a host, since it was started, and a container on it."""
     known = [socket.gethostname()]
     with suppress(OSError):

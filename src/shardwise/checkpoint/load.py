@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.hosts import Hosts, complete_save
 from shardwise.checkpoint.manifest import (
     INFO,
     Manifest,
     by_first,
     check_records,
+    files_for,
     is_extra_state,
     read,
     read_objects,
 )
-from shardwise.checkpoint.pending import begin
+from shardwise.checkpoint.pending import Saves, begin
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
@@ -41,8 +43,8 @@ from shardwise.init.loads import (
     refuse_lost,
 )
 from shardwise.layout.fqns import listed
+from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.rank_group import RankGroup
 from shardwise.state.loading import LoadTargets, ShapeAndDtype
 from shardwise.state.named_state import (
     OptimizerOrMany,
@@ -112,6 +114,7 @@ def load_checkpoint(
     convert_dtype: bool = False,
     verify: bool = True,
     trust: bool = False,
+    local: bool = False,
 ) -> Loaded:
     """Load a checkpoint into a model, whatever the numbers of ranks and the ways of sharding.
 
@@ -138,6 +141,8 @@ def load_checkpoint(
             second time mostly from the cache of the operating system. False skips this.
         trust: create objects of any class. That can run any code that the author of the checkpoint has put
             in.
+        local: `path` is a folder of each host's own, see :func:`save_checkpoint`. Files that a host's ranks
+            read, and that only other hosts have, are copied to its folder.
 
     Returns:
         A :class:`shardwise.checkpoint.Loaded`.
@@ -157,18 +162,28 @@ def load_checkpoint(
         loaded = load_checkpoint("run/step-100", model, optimizer)
         first_step = loaded.shared["step"] + 1
     """
-    rank_group, _ = begin()
+    rank_group, saves = begin()
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
     def check() -> tuple[Path, Optimizers, dict[str, Any]]:
         place = folders.given("load_checkpoint", path)
+        check_flags("load_checkpoint", local=local)
         return place, *_checked("load_checkpoint", model, optimizer, states, flags)
 
     place, optimizers, stateful = rank_group.run_on_all_ranks(check)
-    told = {"path": str(place), "optimizer": bool(optimizers), "states": list(stateful)}
-    rank_group.agree("load_checkpoint", told | flags)
+    told = {
+        "path": place.name if local else str(place),
+        "optimizer": bool(optimizers),
+        "states": list(stateful),
+    }
+    rank_group.agree("load_checkpoint", told | flags | {"local": local})
     with ExitStack() as files:
-        manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
+        if local:
+            hosts = Hosts(saves.rank_group_in_background(rank_group), place.parent)
+            folder = hosts.open(files, place, hosts.held(place.parent, [place.name]).get(place.name, []))
+            manifest = rank_group.run_on_all_ranks(lambda: Manifest.read(folder, verify, trust))
+        else:
+            manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
         return _load(rank_group, manifest, model, optimizers, stateful, **flags)
 
 
@@ -183,6 +198,7 @@ def resume(
     convert_dtype: bool = False,
     verify: bool = True,
     trust: bool = False,
+    local: str | os.PathLike[str] | None = None,
 ) -> Loaded:
     """Load the newest complete checkpoint in `directory`, if there is one.
 
@@ -193,6 +209,8 @@ def resume(
     Args:
         directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
         model, optimizer, states, strict, convert_dtype, verify, trust: see :func:`load_checkpoint`.
+        local: a folder of each host's own with checkpoints of `save_checkpoint(..., local=True)`. The newest
+            one of which all files are left on some host is loaded, unless `directory` has a newer one.
 
     Returns:
         What was loaded besides the model and the optimizer. Its `step` is the one that was saved.
@@ -212,27 +230,41 @@ def resume(
             if step % 100 == 0:
                 save_checkpoint(f"run/step-{step}", model, optimizer, shared={"step": step})
     """
-    rank_group, _ = begin()
+    rank_group, saves = begin()
     flags = {"strict": strict, "convert_dtype": convert_dtype, "verify": verify, "trust": trust}
 
     def check() -> Path:
         """Also of what is used only if there is a checkpoint: a mistake shows in the first run."""
         wanted = "a folder of checkpoints, as a str or a Path"
         check_type("resume", "directory", directory, wanted, str, os.PathLike)
+        check_type("resume", "local", local, wanted, str, os.PathLike, type(None))
         _checked("resume", model, optimizer, states, flags)
         return folders.absolute(directory)
 
     place = rank_group.run_on_all_ranks(check)
-    rank_group.agree("resume", {"directory": str(place)})
+    rank_group.agree("resume", {"directory": str(place), "local": local is not None})
     found = rank_group.run_on_all_ranks(
         lambda: folders.newest("resume", place) if rank_group.is_first else None, says_rank=False
     )
     latest: Path | None = rank_group.broadcast_object(found, 0)
+    newer = None if local is None else _newest_on_hosts(rank_group, saves, folders.absolute(local), latest)
     if rank_group.is_first:
-        _log.info("resume: %s", f"no checkpoint in {place}" if latest is None else latest)
+        _log.info("resume: %s", newer or latest or f"no checkpoint in {place}")
+    if newer is not None:
+        return load_checkpoint(newer, model, optimizer, states=states, local=True, **flags)
     if latest is None:
         return Loaded(None, {}, None, None)
     return load_checkpoint(latest, model, optimizer, states=states, **flags)
+
+
+def _newest_on_hosts(rank_group: RankGroup, saves: Saves, directory: Path, other: Path | None) -> Path | None:
+    """The newest checkpoint in the hosts' own folders; None if there is none that is as new as `other`."""
+    hosts = Hosts(saves.rank_group_in_background(rank_group), directory)
+    complete = [name for name, held in hosts.held(directory).items() if complete_save(held) is not None]
+    newest = max(filter(folders.numbered, complete), key=folders.newness, default=None)
+    if newest is None or (other is not None and folders.newness(newest) < folders.newness(other.name)):
+        return None
+    return directory / newest
 
 
 def _checked(
@@ -264,6 +296,7 @@ def _load(
     entries = rank_group.run_on_all_ranks(lambda: entries_of(model))
     all_names = {name for each in rank_group.distinct(list(entries), list(entries)) for name in each}
     small = _small_keys(manifest, rank_group.rank, stateful)
+    manifest.folder.fetch(manifest.files_of(small))
     values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
     loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
@@ -294,6 +327,7 @@ def _load(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
     reading = Reading(manifest, model, targets, optimizers, plans, state_plans, values)
+    manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
     if any(rank_group.all_gather_objects(is_on_meta(model))):
         coming = [entry.value for entry in entries.values()]
@@ -437,6 +471,10 @@ class Reading:
     plans: list[OptimizerPlan]
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
+
+    def files(self) -> list[str]:
+        """The files that `prepare` and `run` read."""
+        return files_for(self.manifest, self._targets())
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""

@@ -87,6 +87,11 @@ class Manifest:
         found = self.metadata.state_dict_metadata[key]
         return found if hasattr(found, "properties") else None
 
+    def files_of(self, keys: Iterable[str]) -> list[str]:
+        """The files that hold the values `keys`."""
+        wanted, records = set(keys), self.metadata.storage_data
+        return list(dict.fromkeys(records[i].relative_path for i in records if i.fqn in wanted))
+
     def facts(self, key: str | None) -> ShapeAndDtype:
         """What is known of the value `key`."""
         md = None if key is None else self.tensor(key)
@@ -268,11 +273,21 @@ class _FilesOf:
 
 def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) -> None:
     """Check the records that reading `targets` would read on this rank; see `Manifest`."""
+    manifest.check_records(_records_for(manifest, targets), verify)
+
+
+def files_for(manifest: Manifest, targets: Mapping[str, Any]) -> list[str]:
+    """The names of the files that reading `targets` would read on this rank."""
+    records = manifest.metadata.storage_data
+    return list(dict.fromkeys(records[index].relative_path for index in _records_for(manifest, targets)))
+
+
+def _records_for(manifest: Manifest, targets: Mapping[str, Any]) -> list[Any]:
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
     # Not by the planner itself: it would give memory to what is on the meta device.
     plan = create_default_local_load_plan(dict(targets), manifest.metadata)
-    manifest.check_records((item.storage_index for item in plan.items), verify)
+    return [item.storage_index for item in plan.items]
 
 
 def read_objects(manifest: Manifest, keys: list[str], verify: bool, trust: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 from shardwise.torch_compat import c10d
 
 _log = logging.getLogger(__name__)

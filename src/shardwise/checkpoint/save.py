@@ -29,8 +29,8 @@ from shardwise.checkpoint.stateful import (
 from shardwise.checkpoint.writing import write
 from shardwise.init.loads import why_partly_loaded
 from shardwise.layout.fqns import listed
+from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
-from shardwise.ranks.rank_group import RankGroup
 from shardwise.ranks.replicas import Checksums
 from shardwise.state.named_state import (
     OptimizerOrMany,
@@ -57,6 +57,7 @@ def save_checkpoint(
     per_rank: dict[str, Any] | None = None,
     asynchronous: bool = False,
     keep: int | None = None,
+    local: bool = False,
 ) -> PendingSave:
     """Write a checkpoint to `path`, completely or not at all.
 
@@ -85,6 +86,12 @@ def save_checkpoint(
         keep: keep this many checkpoints. Afterwards, older ones beside `path` are removed, in the order of
             :func:`latest_checkpoint`, if their names differ only in the number at the end. Only complete
             checkpoints are removed.
+        local: `path` is not on a shared file system, but a folder of each host's own: in its memory
+            (`/dev/shm/run/step-10`), which outlives the processes of a job, or on its disk. Each host also
+            keeps a copy of the files of another host, so that a job can resume after any one host is lost:
+            see :func:`resume`. Needs `keep`. A host needs twice the space of its ranks' shards for each
+            checkpoint, and for one more while it is written. The hosts' paths may differ in all but the
+            last name.
 
     Returns:
         A :class:`shardwise.checkpoint.PendingSave`, which without `asynchronous` has ended. Wait for the last
@@ -112,7 +119,11 @@ def save_checkpoint(
 
     def check() -> Path:
         check_module("save_checkpoint", model)
-        check_flags("save_checkpoint", asynchronous=asynchronous)
+        check_flags("save_checkpoint", asynchronous=asynchronous, local=local)
+        if local and keep is None:
+            raise ValueError(
+                "save_checkpoint: local=True needs keep, such as keep=2: memory and disks of hosts are small."
+            )
         return folders.given("save_checkpoint", path)
 
     place = rank_group.run_on_all_ranks(check)
@@ -123,9 +134,10 @@ def save_checkpoint(
         )
     )
     told = {
-        "path": str(place),
+        "path": place.name if local else str(place),
         "keep": keep,
         "asynchronous": asynchronous,
+        "local": local,
         "optimizer": "optimizer" in state,
         "states": list(state[STATES]),
     }
@@ -134,8 +146,8 @@ def save_checkpoint(
     if not rank_group.is_first:  # rank 0's are written
         del state["shared"], state[INFO]
     pending = PendingSave(place)
+    writers = saves.rank_group_in_background(rank_group) if asynchronous or local else rank_group
     if asynchronous:
-        background_ranks = saves.rank_group_in_background(rank_group)
         in_host_memory = rank_group.run_on_all_ranks(
             lambda: {
                 k: deepcopy(part) if k in ("shared", "per_rank") else staged(part)
@@ -143,10 +155,12 @@ def save_checkpoint(
             }
         )
         saves.last = pending  # not before: if copying fails, nothing ends it
-        pending.run_in_thread(partial(write, background_ranks, place, in_host_memory, keep, is_staged=True))
+        pending.run_in_thread(
+            partial(write, writers, place, in_host_memory, keep, is_staged=True, local=local)
+        )
     else:
         saves.last = pending
-        pending.run(partial(write, rank_group, place, state, keep, is_staged=False))
+        pending.run(partial(write, writers, place, state, keep, is_staged=False, local=local))
         pending.wait()
     return pending
 

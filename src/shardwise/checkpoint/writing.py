@@ -9,26 +9,38 @@ from typing import Any, cast
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
+from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.ranks.rank_group import RankGroup
+from shardwise.ranks.agreement import RankGroup
 from shardwise.state.model_files import sync
 
 
 def write(
-    rank_group: RankGroup, path: Path, state: dict[str, Any], keep: int | None, is_staged: bool
+    rank_group: RankGroup,
+    path: Path,
+    state: dict[str, Any],
+    keep: int | None,
+    is_staged: bool,
+    local: bool = False,
 ) -> None:
-    """Write beside `path`, move to it, tidy up. All ranks raise alike. `is_staged`: `state` is in host
-    memory.
+    """Write beside `path`, move to it, tidy up. All ranks raise alike.
+
+    `is_staged`: all of `state` is in host memory already. `local`: each host has a folder `path` of its own.
     """
     save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
     explain = partial(_why_not_written, save, rank_group.rank)
     made = rank_group.run_on_all_ranks(lambda: [each for each in path.parents if not each.exists()])
     with folders.running(save.token):
         try:
-            rank_group.on_first(lambda: folders.prepare(save), explain)
+            hosts = Hosts(rank_group, path.parent) if local else None
+            once = rank_group.on_first if hosts is None else hosts.once
+            once(lambda: folders.prepare(save), explain)
             _write_files(rank_group, save.partial, state, is_staged, explain)
-            rank_group.on_first(lambda: _check(save.partial), explain)
-            rank_group.on_first(lambda: folders.publish(save), explain)
+            if hosts is None:
+                once(lambda: _check(save.partial), explain)
+            else:
+                hosts.replicate(save.partial, explain)
+            once(lambda: folders.publish(save), explain)
         except Exception:
             # On each rank: where hosts have disks of their own, each has written to its own.
             folders.discard(save, made)
@@ -41,7 +53,7 @@ def write(
                 folders.remove_older(save, keep)
 
         saved = f"{path} is saved, but what it replaces could not be removed"
-        rank_group.on_first(tidy, lambda error: f"{saved}: {type(error).__name__}: {error}")
+        once(tidy, lambda error: f"{saved}: {type(error).__name__}: {error}")
 
 
 def _check(folder: Path) -> None:

@@ -53,14 +53,10 @@ class UnshardedBuffer:
         self._num_bytes = layout.unsharded_bytes
         self.is_alias = alias is not None
         is_small = device.type == "cpu" and layout.content_bytes <= KEPT_ON_HOST_BYTES
-        self._always_keeps = self.is_alias or is_small
-        self.keeps_memory = self._always_keeps
+        self.keeps_memory = self._always_keeps = self.is_alias or is_small
         """Whether ``free`` does nothing."""
-        if alias is not None:
-            self.bytes = alias
-        else:
-            self.bytes = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
-        self._storage = self.bytes.untyped_storage()
+        new = torch.empty(self._num_bytes, dtype=torch.uint8, device=device) if alias is None else alias
+        self.bytes, self._storage = new, new.untyped_storage()
 
     def allocate(self) -> None:
         """Allocate memory; its contents are undefined until the all-gather."""

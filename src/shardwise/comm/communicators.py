@@ -1,7 +1,8 @@
-"""What moves the bytes: a back end, gloo's pairwise messages, or nothing on a single rank."""
+"""What moves the bytes: a back end, gloo's pairs, or nothing on a single rank; and those of a bucket."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.streams import BufferPool, Finish, WaitThen, all_of, nothing, waiting_for
+from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout
 from shardwise.torch_compat import c10d, foreach
 
@@ -87,7 +89,6 @@ class SingleRank(Communicator):
     """A world of one: sharded and unsharded parameters are the same bytes."""
 
     is_alone = True
-
     sums_are_bitwise_equal = True
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
@@ -181,13 +182,9 @@ class GlooExchange(Communicator):
         place = int(in_shard.storage_offset()) * in_shard.itemsize // ALIGNMENT
         channel = 2 * self.channel + kind
         tag = self._first_tag + (channel * self._channels_apart + place) % self._num_tags
-        receives = [
-            self._pg.recv([buffer], rank, tag) for (buffer, _), rank in zip(pairs, self._others, strict=True)
-        ]
-        sends = [
-            self._pg.send([source], rank, tag) for (_, source), rank in zip(pairs, self._others, strict=True)
-        ]
-        return receives + sends
+        both = list(zip(pairs, self._others, strict=True))
+        receives = [self._pg.recv([buffer], rank, tag) for (buffer, _), rank in both]
+        return receives + [self._pg.send([source], rank, tag) for (_, source), rank in both]
 
     def _sum(self, output: Tensor, own: Tensor, received: Tensor, divisor: float) -> None:
         """Add the pieces in order of ranks, so that the result is the same on every rank."""
@@ -300,13 +297,11 @@ class BackendCollectives(Communicator):
             return None
         try:
             return [call(self._pg, outputs, inputs, *more, self._is_async)]
-        except (NotImplementedError, AttributeError):
-            self._can_coalesce = False
-        except RuntimeError as error:
-            if not c10d.is_unsupported(error):
+        except (AttributeError, RuntimeError) as error:
+            if not (isinstance(error, (AttributeError, NotImplementedError)) or c10d.is_unsupported(error)):
                 raise
             self._can_coalesce = False
-        return None
+            return None
 
 
 def unless_alone(kind: Callable[..., Communicator], *args: Any) -> Make:
@@ -324,3 +319,83 @@ def make_communicator(pg: dist.ProcessGroup, device: torch.device) -> Communicat
     if device.type == "cpu" and c10d.backend_name(pg, device) == "gloo":
         return GlooExchange(pg)
     return BackendCollectives(pg, device)
+
+
+# --- those of a bucket ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """How a bucket communicates.
+
+    ``channel`` separates its messages from those of other buckets. ``reduce_pg`` is a process group only for
+    reductions. ``post_forward_axis``: the ranks that together keep the parameters after forward.
+    ``make_all_gather``, ``make_reduce_scatter`` and, over replicas, ``make_all_reduce`` make the caller's
+    collectives.
+    """
+
+    channel: int = 0
+    reduce_pg: dist.ProcessGroup | None = None
+    post_forward_axis: Axis | None = None
+    make_all_gather: Make | None = None
+    make_reduce_scatter: Make | None = None
+    make_all_reduce: Make | None = None
+    force_sum: bool = False
+
+
+class Communication:
+    """The communicators of a bucket, made from its options.
+
+    ``all_gather`` and ``reduce_scatter`` connect the ranks that share it, ``post_forward`` the few that keep
+    the parameters after forward, if any. ``over_replicas``: None without replicas.
+    """
+
+    def __init__(self, mesh: ShardMesh) -> None:
+        self.mesh = mesh
+        self.use(CommOptions())
+
+    def use(self, options: CommOptions) -> None:
+        """Make all communicators at once, so that no option undoes another."""
+        self.options = options
+        pg, device = self.mesh.shard_axis.pg, self.mesh.device
+        self.all_gather = (options.make_all_gather or make_communicator)(pg, device)
+        self.reduce_scatter = (options.make_reduce_scatter or make_communicator)(
+            options.reduce_pg or pg, device
+        )
+        over_replicas = (options.make_all_reduce or make_communicator)(self.mesh.replicate_axis.pg, device)
+        self.over_replicas = None if isinstance(over_replicas, SingleRank) else over_replicas
+        self.post_forward: Communicator | None = None
+        if options.post_forward_axis is not None:
+            self.post_forward = make_communicator(options.post_forward_axis.pg, device)
+        self.use_channel(options.channel)
+        self.force_sums(options.force_sum)
+
+    def axes(self) -> list[Axis]:
+        """All process groups that it uses: those of the mesh, and those made in addition."""
+        axes, options = self.mesh.axes(), self.options
+        if options.reduce_pg is not None:
+            axes.append(replace(self.mesh.shard_axis, pg=options.reduce_pg))
+        if options.post_forward_axis is not None:
+            axes.append(options.post_forward_axis)
+        return axes
+
+    def use_channel(self, channel: int) -> None:
+        """Separate this bucket's messages from those of other buckets. May be called at any time."""
+        self.options = replace(self.options, channel=channel)
+        for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
+            if comm is not None:
+                comm.channel = channel
+
+    def force_sums(self, enable: bool) -> None:
+        """Let the back end only sum, and divide afterwards. May be called at any time."""
+        self.options = replace(self.options, force_sum=enable)
+        self.reduce_scatter.force_sum = enable
+
+    def would_change(self, choices: dict[str, Any]) -> bool:
+        """Whether these options differ from the current ones."""
+        return replace(self.options, **choices) != self.options
+
+    @property
+    def averages_itself(self) -> bool:
+        """True if the caller's reduction divides as well."""
+        return any(comm is not None and comm.averages for comm in (self.reduce_scatter, self.over_replicas))

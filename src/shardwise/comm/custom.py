@@ -21,6 +21,7 @@ from shardwise.comm.streams import (
     WaitThen,
     current_stream,
     has_streams,
+    nothing,
     waiting_for,
 )
 from shardwise.torch_compat import c10d, foreach
@@ -67,20 +68,63 @@ class CustomCollectives(Communicator):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
         """Sum by the caller's function, one call per dtype, then divide."""
         before = max((factor_before_sum(source.dtype, divisor) for source in inputs), default=1.0)
-        works = [
-            self._comm(
-                output,
-                source if before == 1 else source / before,
-                self._pg,
-                dist.ReduceOp.SUM,
-                self._is_async,
-            )
-            for output, source in zip(outputs, inputs, strict=True)
-        ]
+        works = []
+        for output, source in zip(outputs, inputs, strict=True):
+            summand = source if before == 1 else source / before
+            works.append(self._comm(output, summand, self._pg, dist.ReduceOp.SUM, self._is_async))
         wait = waiting_for(works)
         if not outputs or divisor == before:
             return wait
         return WaitThen(wait, partial(foreach.div_, list(outputs), divisor / before))
+
+
+class HookedCollectives(Communicator):
+    """FSDP1's hooks: ``(grad)`` over replicas, ``(grad, output)`` over shards, each with its state bound.
+
+    On a mesh of both, the hook reduces over shards, and the averages over ``replicas`` are as usual.
+    """
+
+    packs_everything = True
+    averages = True
+
+    def __init__(
+        self, hook: Callable[..., None], replicas: int, pg: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        super().__init__(pg)
+        self._hook = hook
+        self._replicas = replicas
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """The hook's result for one flat gradient of each dtype, as one of ``replicas`` summands."""
+        for dtype in dict.fromkeys(source.dtype for source in inputs):
+            pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if i.dtype == dtype]
+            if len(pairs) > 1:  # on a single rank, or for parameters packed separately
+                sizes = [output.numel() for output, _ in pairs]
+                flat = torch.cat([source.view(self._world, -1) for _, source in pairs], dim=1).view(-1)
+                result = flat.new_empty(sum(sizes))
+                _filled(result, partial(self._hook, flat.detach()))
+                for (output, _), part in zip(pairs, result.split(sizes), strict=True):
+                    output.copy_(part)
+            else:
+                _filled(pairs[0][0], partial(self._hook, pairs[0][1].detach()))
+            if self._replicas > 1:
+                for output, _ in pairs:
+                    output.div_(self._replicas)
+        return nothing
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Call the hook, if it is for replicas only."""
+        for tensor in tensors:
+            _filled(tensor, self._hook)
+        return nothing
+
+
+def _filled(target: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Have ``hook`` fill ``target``, even if it gives its argument other memory, as torch's hooks do."""
+    given = target.detach()
+    hook(given)
+    if given.data_ptr() != target.data_ptr() or given.dtype != target.dtype:
+        target.copy_(given)
 
 
 _Buffers = WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, list[Scratch]]]

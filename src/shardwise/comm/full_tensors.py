@@ -41,11 +41,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def sharding_of(tensor: DTensor) -> Split:
-    """How ``tensor`` is sharded over its mesh.
-
-    Raises:
-        ValueError: its ranks hold parts of a sum.
-    """
+    """How ``tensor`` is sharded over its mesh; a ValueError if its ranks hold parts of a sum."""
     shards: list[tuple[int, int, int]] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_partial():
@@ -122,7 +118,8 @@ def gather_full(
     for route in routes.values():
         route.wait()
     for route, parts in staged.items():
-        items = ((part, part.split.largest[0], part.row_bytes) for part in parts if part.split.numel)
+        largest = [(part, part.split.largest) for part in parts if part.split.numel]
+        items = ((part, shape[0], prod(shape[1:]) * part.dtype.itemsize) for part, shape in largest)
         for some in in_messages(items, staging_bytes // parts[0].split.num_parts):
             _gather_staged(route, some)
     return result
@@ -210,17 +207,9 @@ class _StagedRows:
     split: Split
     dtype: torch.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the largest part."""
-        return prod(self.split.largest[1:]) * self.dtype.itemsize
-
 
 def _gather_staged(route: _Route, some: Sequence[tuple[_StagedRows, int, int]]) -> None:
-    """Gather rows of parts, packed, and copy them into place.
-
-    Every rank sends as many bytes as the one with the largest part.
-    """
+    """Gather rows of parts, packed, as many bytes from each rank as from the one with the largest part."""
     forms = [((end - start, *part.split.largest[1:]), part.dtype) for part, start, end in some]
     own = torch.empty(num_packed_bytes(forms), dtype=torch.uint8, device=route.device)
     for view, (part, start, end) in zip(views_in(own, forms), some, strict=True):
@@ -274,9 +263,7 @@ class RowScatter:
 
     def __init__(self, axis: Axis, sender: int, device: torch.device) -> None:
         """``sender``: the rank along ``axis`` that has the full tensors."""
-        self._axis = axis
-        self._sender = sender
-        self._device = device
+        self._axis, self._sender, self._device = axis, sender, device
 
     def takes(self, target: Tensor, start: int, end: int) -> bool:
         """Whether to send rows [start, end) of ``target`` this way; equal on all ranks."""

@@ -1,4 +1,4 @@
-"""Numbers as int8 with a scale per block, and communication in that form.
+"""Communication in fewer bytes: in a smaller dtype, or as int8 with a scale per block.
 
     block       256 numbers of one parameter, the last perhaps fewer
     scale       largest magnitude in the block / 127, float32
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.all_gather import AllGather
 from shardwise.comm.buffers import UnshardedBuffer
-from shardwise.comm.communicators import Communicator
+from shardwise.comm.communicators import Communicator, factor_before_sum, make_communicator
 from shardwise.comm.streams import CommStream, Finish, all_of, nothing, waiting_for
 from shardwise.layout.chunks import ceil_div, chunk_size, round_up
 from shardwise.layout.slots import BufferSegment, Layout
@@ -237,6 +237,46 @@ class QuantizedCollectives(Communicator):
 def _offset(tensor: Tensor) -> int:
     """The start of ``tensor`` in its buffer, in bytes."""
     return int(tensor.storage_offset()) * tensor.itemsize
+
+
+class LowPrecisionCollectives(Communicator):
+    """Sums in ``dtype``, over shards and replicas. Sums of float16 are kept in range."""
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(pg)
+        self._plain = make_communicator(pg, device)
+        self._dtype = dtype
+        self.smallest_part_bytes = self._plain.smallest_part_bytes
+        self.reduce_memory_factor = self._plain.reduce_memory_factor + 1.0  # the casts, which are smaller
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Finish:
+        """Cast, sum, cast back, divide. For a sum in float16, numbers are divided before the cast."""
+        before = factor_before_sum(self._dtype, divisor)
+        sources = [(s if before == 1.0 else s / before).to(self._dtype) for s in inputs]
+        results = [torch.empty_like(output, dtype=self._dtype) for output in outputs]
+        self._plain.channel = self.channel
+        wait = self._plain.reduce_scatter(results, sources, 1.0)
+
+        def finish() -> None:
+            wait()
+            for output, result in zip(outputs, results, strict=True):
+                output.copy_(result)
+                if divisor != before:
+                    output.div_(divisor / before)
+
+        return finish
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Cast, sum, cast back."""
+        casts = [tensor.to(self._dtype) for tensor in tensors]
+        wait = self._plain.all_reduce(casts)
+
+        def finish() -> None:
+            wait()
+            for tensor, cast in zip(tensors, casts, strict=True):
+                tensor.copy_(cast)
+
+        return finish
 
 
 class Int8AllGather(AllGather):

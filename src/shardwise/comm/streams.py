@@ -14,7 +14,7 @@ not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA'
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.layout.slots import Layout
 from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import autograd
 
@@ -91,11 +90,7 @@ class CommWork:
         self.awaited = awaited
 
     def wait(self) -> None:
-        """Make the computation wait for the result.
-
-        Raises:
-            CommunicationError: another rank has failed.
-        """
+        """Make the computation wait for the result; raise CommunicationError if another rank has failed."""
         complete, self._complete = self._complete, None
         if complete is None:
             return
@@ -163,9 +158,9 @@ _NO_CONTEXT = nullcontext()
 _size = attrgetter("num_bytes")
 
 
-KEPT_STAGING_BYTES = 1 << 20
-"""On the host, scratch buffers for parameters up to this size are kept. Above it, memory matters more, and
-the transfer takes longer."""
+KEPT_STAGING_BYTES = 2 << 20
+"""On the host, scratch buffers up to this size are kept. Above it, memory matters more, and the transfer
+takes longer."""
 
 
 class CommStream(BufferPool):
@@ -237,13 +232,6 @@ class HostStream(CommStream):
 
     def __init__(self) -> None:
         self._kept: list[Scratch] = []  # by size
-        self._largest_kept_bytes = KEPT_STAGING_BYTES
-
-    def keep_staging_of(self, layouts: Iterable[Layout]) -> None:
-        """Keep buffers large enough for the small parameters and all padding of these layouts."""
-        small = [each for each in layouts if each.content_bytes <= KEPT_STAGING_BYTES]
-        sizes = [each.world * each.packed_bytes for each in small]
-        self._largest_kept_bytes = max([KEPT_STAGING_BYTES, *sizes])
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """The smallest kept buffer that is large enough, or a new one."""
@@ -256,7 +244,7 @@ class HostStream(CommStream):
 
     def release(self, scratch: Scratch) -> None:
         """Keep the buffer, unless enough are kept."""
-        if scratch.num_bytes <= self._largest_kept_bytes:
+        if scratch.num_bytes <= KEPT_STAGING_BYTES:
             has_others = bool(self._kept)
             self._kept.append(scratch)
             if has_others:
@@ -495,12 +483,6 @@ class CommStreams:
         if event is not None:
             self.reduce_scatter.wait_for_compute(event)
             self.all_reduce.wait_for_compute(event)
-
-    def keep_staging_of(self, layouts: Sequence[Layout]) -> None:
-        """On the host, keep scratch buffers for small parameters in these layouts between uses."""
-        for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
-            if isinstance(stream, HostStream):
-                stream.keep_staging_of(layouts)
 
     def make_compute_wait_for(self, event: Any) -> None:
         """Make the computing stream wait for ``event``."""

@@ -74,10 +74,7 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
 
 
 def _same_size(size: float, index: int) -> float:
-    """The size of the bucket ``index``, in the unit of torch's passes: 2^20 bytes.
-
-    A function of the module, since graphs are cached under their options.
-    """
+    """The size of the bucket ``index``, in 2^20 bytes. In the module, since options are keys of a cache."""
     return size
 
 

@@ -16,7 +16,6 @@ and the hooks run as ever.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,19 +69,17 @@ def _params_of(module: nn.Module, group: ParameterGroup, bucket: Bucket) -> list
 
 def _full_tensors(ways: Ways, params: Sequence[Param], unshards_again: bool) -> list[Tensor]:
     shards = [_registered(param).to_local() for param in params]
-    pieces = [_piece(param, shard) for param, shard in zip(params, shards, strict=True)]
-    run = partial(unshard, pieces=pieces, ways=ways)
+    pieces = []
+    for param, shard in zip(params, shards, strict=True):
+        own_size = shard.shape[param.dim] if param.shape else 1
+        dtypes = param.precision.computed, param.precision.reduced
+        pieces.append(Piece(param.shape, param.dim, own_size, *dtypes))
 
     def unsharded(*shards: Tensor) -> list[Tensor]:
-        return run(shards)
+        return unshard(shards, pieces, ways)
 
     fulls = unshard_again_in_backward(unsharded, *shards) if unshards_again else unsharded(*shards)
     return [param.as_seen_in_graphs(full) for param, full in zip(params, fulls, strict=True)]
-
-
-def _piece(param: Param, shard: Tensor) -> Piece:
-    own_size = shard.shape[param.dim] if param.shape else 1
-    return Piece(param.shape, param.dim, own_size, param.precision.computed, param.precision.reduced)
 
 
 def _ways(group: ParameterGroup, bucket: Bucket, reduce_group: str) -> Ways:

@@ -26,11 +26,7 @@ def check_devices(job: Job, around: Surroundings, wanted: str | None) -> list[Fi
 
 def own_device(wanted: str | None) -> torch.device:
     """This rank's device: of its number on the machine, as torchrun tells it. It becomes the current one of
-    this thread.
-
-    Raises:
-        CannotGoOn: there is none of this type or number.
-    """
+    this thread; CannotGoOn if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     there = "cpu" if accelerator is None else accelerator.type
     kind = wanted or there

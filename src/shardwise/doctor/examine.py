@@ -29,13 +29,8 @@ def examine(
 ) -> list[Finding]:
     """The findings of all checks, up to the first that cannot be made; the same on all ranks.
 
-    Args:
-        job: the ranks.
-        around: what is around this one.
-        folders: for checkpoints.
-        mesh: its sizes; by default one dimension.
-        names: of its dimensions.
-        device_type: what to train on; by default the accelerator, or the host.
+    ``around``: what is around this rank. ``mesh``: its sizes, by default one dimension; ``names``: of its
+    dimensions. ``device_type``: what to train on, by default the accelerator, or the host.
     """
     found: list[Finding] = []
     try:
@@ -104,13 +99,9 @@ def _check_clocks(job: Job, around: Surroundings) -> list[Finding]:
     rounds = [job.gather("clocks", around.clock) for _ in range(_ROUNDS)]
     offsets = [median(times[rank] - times[0] for times in rounds) for rank in range(job.world)]
     advice = "Logs and traces of ranks cannot be compared. Start NTP (chrony) on that machine."
-    found = [
-        wrong(
-            "clocks",
-            f"that of rank {rank} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of "
-            f"rank 0. {advice}",
-        )
-        for rank, offset in enumerate(offsets)
-        if abs(offset) > _MOST_APART_S
-    ]
+    found = []
+    for rank, offset in enumerate(offsets):
+        if abs(offset) > _MOST_APART_S:
+            where = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of rank 0"
+            found.append(wrong("clocks", f"that of rank {rank} is {where}. {advice}"))
     return found or [ok("clocks", f"at most {1e3 * max(map(abs, offsets)):.1f} ms from that of rank 0")]

@@ -31,7 +31,7 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
         if job.rank:
             return "", ""
         missing.extend(each for each in (folder, *folder.parents) if not each.exists())
-        return _make(folder), uuid.uuid4().hex
+        return _why_not(lambda: folder.mkdir(parents=True, exist_ok=True)), uuid.uuid4().hex
 
     why_not, name = job.gather(subject, make)[0]
     if why_not:
@@ -41,7 +41,7 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
 
     def write() -> str:
         is_missing = _what_stays(lambda: not folder.is_dir(), patience_s)
-        return _NOT_THERE if is_missing else _write(own)
+        return _NOT_THERE if is_missing else _why_not(partial(_write, own))
 
     def look() -> tuple[list[int], int]:
         if errors[job.rank]:
@@ -61,11 +61,8 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
     for each in missing:
         with suppress(OSError):
             each.rmdir()
-    failed = ranks_by_value((rank, error) for rank, error in enumerate(errors) if error)
-    found = [
-        wrong(subject, f"{listed_ranks(ranks)} cannot save there: {error}.")
-        for error, ranks in failed.items()
-    ]
+    failed = ranks_by_value((rank, error) for rank, error in enumerate(errors) if error).items()
+    found = [wrong(subject, f"{listed_ranks(ranks)} cannot save there: {why}.") for why, ranks in failed]
     for rank, (unseen, _) in enumerate(facts):
         if unseen:
             text = f"rank {rank} does not see what {listed_ranks(unseen)} wrote: it is not shared"
@@ -77,10 +74,10 @@ def check_folder(job: Job, folder: Path) -> list[Finding]:
 _NOT_THERE = "it is not there, as it is on rank 0. Mount one file system there on all machines"
 
 
-def _make(folder: Path) -> str:
-    """Make the folder and those above it; the text of what fails."""
+def _why_not(act: Callable[[], None]) -> str:
+    """The text of what fails in ``act``."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        act()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -101,17 +98,13 @@ def _unseen(folder: Path, names: Sequence[str], written: Sequence[int]) -> list[
     return [rank for rank in written if names[rank] not in there]
 
 
-def _write(path: Path) -> str:
-    """Write as a checkpoint is written; the text of what fails."""
-    try:
-        with open(_partial(path), "wb") as file:
-            file.write(b"shardwise")
-            file.flush()
-            os.fsync(file.fileno())
-        _partial(path).rename(path)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+def _write(path: Path) -> None:
+    """Write as a checkpoint is written."""
+    with open(_partial(path), "wb") as file:
+        file.write(b"shardwise")
+        file.flush()
+        os.fsync(file.fileno())
+    _partial(path).rename(path)
 
 
 def _partial(path: Path) -> Path:

@@ -112,11 +112,8 @@ class Job:
         self._num_exchanges = 0
 
     def gather(self, subject: str, function: Callable[[], T]) -> list[T]:
-        """What ``function`` returns on each rank, on all ranks. It travels as JSON.
-
-        Raises:
-            CheckFailed: it has raised on any rank, or a rank has sent nothing in time.
-        """
+        """What ``function`` returns on each rank, on all ranks, sent as JSON; CheckFailed if it has raised on
+        any, or one has sent nothing in time."""
         told: dict[str, Any] = {}
         try:
             told["fact"] = function()
@@ -131,11 +128,11 @@ class Job:
         if self.rank == 0:
             self._board.post(f"{key}/all", self._collected(key))
         everyone = self._wait_for(f"{key}/all", 10 * self.timeout_s)  # rank 0 may have more to do
-        failed = [(rank, each["error"]) for rank, each in enumerate(everyone) if "error" in each]
-        failed = failed or [(rank, each["hung"]) for rank, each in enumerate(everyone) if "hung" in each]
-        if failed:
-            by_text = ranks_by_value(failed).items()
-            raise CheckFailed([wrong(subject, f"{listed_ranks(ranks)}: {text}") for text, ranks in by_text])
+        for kind in ("error", "hung"):  # who has hung waits for who has failed
+            failed = ranks_by_value((rank, each[kind]) for rank, each in enumerate(everyone) if kind in each)
+            if failed:
+                texts = [f"{listed_ranks(ranks)}: {text}" for text, ranks in failed.items()]
+                raise CheckFailed([wrong(subject, text) for text in texts])
         return [each["fact"] for each in everyone]
 
     def run(self, subject: str, function: Callable[[], T]) -> T:
@@ -171,11 +168,8 @@ class Job:
         return self._board.wait_for(key, check)
 
     def within_timeout(self, what: str, function: Callable[[], T]) -> T:
-        """What ``function`` returns. It runs in a thread, which is left behind if it does not come back.
-
-        Raises:
-            Hung: it has not come back within the timeout.
-        """
+        """What ``function`` returns. It runs in a thread, which is left behind if it does not come back in
+        time; then Hung is raised."""
         result: Future[T] = Future()
 
         def run() -> None:

@@ -99,11 +99,9 @@ def judge(subject: str, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     )
     if not behind:
         return [ok(subject, f"{world} ranks, {figures}")]
-    advice = f"({figures}). Look at the links of their machines."
-    return [
-        slow(subject, f"{listed_ranks(ranks)} take {times:.1f} times as long as most {advice}")
-        for ranks, times in behind.items()
-    ]
+    advice = f"as most ({figures}). Look at the links of their machines."
+    texts = [f"{listed_ranks(ranks)} take {times:.1f} times as long" for ranks, times in behind.items()]
+    return [slow(subject, f"{text} {advice}") for text in texts]
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

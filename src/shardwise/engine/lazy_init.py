@@ -80,8 +80,6 @@ class LazyInit:
                 if bucket.communication.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
                 channel += 1
-        buckets = [bucket for group in self._groups for bucket in group.buckets]
-        self.streams.keep_staging_of([layout for b in buckets for layout in (b.computed, b.reduced)])
         self.is_complete = True
 
     def refuse_capture(self) -> None:

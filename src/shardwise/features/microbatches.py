@@ -100,10 +100,13 @@ class Microbatches(Feature):
             if reason is not CALLER and group.settings.reshard_after_backward:
                 root.unsharded_groups.reshard(group)
 
+    def _params(self) -> list[nn.Parameter]:
+        """The parameters as in the graphs of forwards."""
+        return [*(p for group in self.root.groups for p in group.unsharded.full_params), *self._others]
+
     def _gradients(self) -> list[Tensor]:
         """The gradients that wait to be reduced, and those that are never reduced."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
-        return [dtensor.plain(p.grad) for p in (*fulls, *self._others) if p.grad is not None]
+        return [dtensor.plain(p.grad) for p in self._params() if p.grad is not None]
 
     @property
     def computes_weights(self) -> bool:  # type: ignore[override]
@@ -136,14 +139,11 @@ class Microbatches(Feature):
 
     def weights(self) -> list[Tensor]:
         """The trainable parameters, as in the graphs of forwards."""
-        fulls = [full for group in self.root.groups for full in group.unsharded.full_params]
-        return [weight for weight in (*fulls, *self._others) if weight.requires_grad]
+        return [weight for weight in self._params() if weight.requires_grad]
 
     def compute_weights(self, parts: list[dict[str, Any]]) -> None:
-        """The second half of a backward: add up the gradients of ``weights()``.
-
-        ``parts``: the results of ``autograd.run_backward_of_inputs``.
-        """
+        """The second half of a backward, from the ``parts`` of ``autograd.run_backward_of_inputs``: add up
+        the gradients of ``weights()``."""
         self.root.recover()
         WeightPass(self.root).run(parts, [other for other in self._others if other.requires_grad])
 

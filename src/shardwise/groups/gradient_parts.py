@@ -15,7 +15,7 @@ small groups.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.comm.reduce_scatter import GradientPart
+from shardwise.comm.reduction import GradientPart
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class StepPlan:
         for run, some in found:
             self._firsts.append(count)
             if run.is_merged:
-                gradients = some[0].at.gradients.range_of([member.at.position for member in some])
+                gradients = GradientRange(some[0].at.gradients, [member.at.position for member in some])
                 self._ranges.append(_MergedRange(gradients, count, count + len(some)))
             count += len(some)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.mesh import all_reduce_max, axes_of
-from shardwise.params.deferred_gradient import refuse_deferred
+from shardwise.params.parameter import refuse_deferred
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 

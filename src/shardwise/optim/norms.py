@@ -37,7 +37,7 @@ from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import device_of
 from shardwise.optim.passed_parameters import PassedAlong, PassedParameters
-from shardwise.params.deferred_gradient import DEFERRED, refuse_deferred
+from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.params.replaced_parameter import NAME
 from shardwise.torch_compat import dtensor, foreach, nn_modules
 

@@ -45,9 +45,9 @@ from shardwise.optim.owner_exchange import (
     sharing_of,
 )
 from shardwise.optim.owners import Block, BlockKey
+from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import own_rank
-from shardwise.ranks.rank_group import RankGroup
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 Optimizer = torch.optim.Optimizer

@@ -28,10 +28,9 @@ from shardwise.ranks.replicas import (
     Claim,
     are_fake,
     broadcast_tensors,
-    copies_of,
     differing,
-    message_on_copies,
     message_on_initial_values,
+    refuse_unequal,
 )
 from shardwise.torch_compat import dtensor, nn_modules
 
@@ -86,9 +85,7 @@ def refuse_unequal_initial_values(params: Sequence[Param], device: torch.device)
     starts = [_start_of(p, tensor, checksums, device) for p, tensor in registered if _is_sharded(p)]
     if findings := differing(starts, axes, device):
         raise RuntimeError(message_on_initial_values(findings))
-    copies = copies_of([(param.fqn, tensor) for param, tensor in registered], checksums)
-    if findings := differing(copies, axes, device):
-        raise RuntimeError(message_on_copies(findings))
+    refuse_unequal([(param.fqn, tensor) for param, tensor in registered], device)
     for param in params:
         param.initial_checksums = None
 

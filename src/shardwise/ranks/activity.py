@@ -1,10 +1,7 @@
 """What this rank does in training: what it has issued, what it waits for, which pass it is in.
 
-The thread of the monitor (failures.py) observes whether the rank waits:
-
-    on the host      ``waiting`` is set while the host waits, ``issuing`` while a back end takes a collective
-    on a device      only a stream waits. The end event of the oldest unfinished collective shows what for;
-                     querying an event does not block
+The host waits while ``waiting`` is set, or ``issuing`` if a back end takes a collective. On a device only a
+stream waits: the end event of the oldest unfinished collective shows what for; to query it does not block.
 """
 
 import weakref

@@ -1,23 +1,24 @@
 """Facts that several ranks must have in common, compared through the store of the job.
 
 Collectives cannot compare them: ranks may disagree about their process groups, and mismatched collectives
-end the process. Each rank sends the first of them a digest of its facts and waits for a verdict; ranks
-exchange the facts themselves only if digests differ.
+end the process. Each rank sends the first of them a digest of its facts and waits for its answer; ranks send
+the facts themselves, in a second exchange, only if digests differ.
 
-    rank 1    post/1 = nonce, digest, device                                waits for verdict/<nonce>
-    rank 0    takes post/1 ... post/n away, compares, sets verdict/<nonce> for each
+    rank 1    digests/1 = nonce, what it tells                                  waits for answer/<nonce>
+    rank 0    takes digests/1 ... digests/n away, compares, sets answer/<nonce> for each
 
 So every rank needs a few operations, and the first rank a few for each of the others. All ranks get the same
-verdict. A nonce stands for one comparison of one rank, so records left by a failed comparison are never
-mistaken for an answer.
+answer. A nonce stands for one exchange of one rank, so records left by a failed comparison are never mistaken
+for an answer.
 """
 
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -30,9 +31,6 @@ Facts = Mapping[tuple[str, str], str]
 
 _MOST_SHOWN = 8
 """The largest number of different sets of facts to compare."""
-
-_TELL = "tell"
-"""In place of a verdict: post the facts."""
 
 
 class Unequal(Exception):
@@ -83,57 +81,51 @@ def compare(
             )
         while_waiting()
 
-    own = dist.get_rank()
-    if own == ranks[0]:
-        is_about_device, text = _lead(board, check, facts, ranks, device)
-    else:
-        is_about_device, text = _follow(board, check, facts, own, device)
-    if text:
-        raise RuntimeError(text) if is_about_device else Unequal(text)
+    exchange = partial(_exchange, board, ranks, check)
+    problem, unlike = exchange("digests", [digest_of(facts), device], _compare_digests)
+    if problem:
+        raise RuntimeError(problem)
+    if unlike:
+        is_asked = dist.get_rank() in [each[0] for each in unlike]
+        rows = [(*key, value) for key, value in facts.items()] if is_asked else None
+        raise Unequal(exchange("facts", rows, partial(_compare_facts, unlike)))
 
 
-def _lead(
-    board: Board, check: Callable[[], None], facts: Facts, ranks: Sequence[int], device: OwnDevice
-) -> tuple[bool, str]:
-    """On the first rank: take the posts of all others, and give each the verdict."""
-    own, *others = ranks
-    nonces: dict[int, str] = {}
-    by_digest = {digest_of(facts): [own]}
-    devices = {own: device}
-    for rank in others:
-        nonces[rank], digest, other_device = board.take(f"post/{rank}", check)
-        by_digest.setdefault(digest, []).append(rank)
-        devices[rank] = OwnDevice(*other_device)
-    text = wrong_device(devices)
-    is_about_device = bool(text)
-    if not text and len(by_digest) > 1:
-        alike, *unlike = list(by_digest.values())[:_MOST_SHOWN]
-        for group in unlike:
-            board.post(f"verdict/{nonces[group[0]]}", _TELL)
-        told: list[tuple[list[int], Facts]] = [(alike, facts)]
-        for group in unlike:
-            rows = board.take(f"facts/{nonces[group[0]]}", check)
-            told.append((group, {(where, what): value for where, what, value in rows}))
-        text = first_difference(told)
-    for nonce in nonces.values():
-        board.post(f"verdict/{nonce}", [is_about_device, text])
-    return is_about_device, text
-
-
-def _follow(
-    board: Board, check: Callable[[], None], facts: Facts, own: int, device: OwnDevice
-) -> tuple[bool, str]:
-    """On each other rank: post a digest, and the facts on request; return the verdict."""
+def _exchange(
+    board: Board,
+    ranks: Sequence[int],
+    check: Callable[[], None],
+    topic: str,
+    own: Any,
+    answer: Callable[[dict[int, Any]], Any],
+) -> Any:
+    """What the first of ``ranks`` answers to what all of them tell, by rank; the same on all of them."""
+    rank, (first, *others) = dist.get_rank(), ranks
+    if rank == first:
+        told = {other: board.take(f"{topic}/{other}", check) for other in others}
+        result = answer({first: own} | {other: each for other, (_, each) in told.items()})
+        for nonce, _ in told.values():
+            board.post(f"answer/{nonce}", result)
+        return result
     nonce = uuid.uuid4().hex
-    board.post(f"post/{own}", [nonce, digest_of(facts), device])
+    board.post(f"{topic}/{rank}", [nonce, own])
     try:
-        while (verdict := board.take(f"verdict/{nonce}", check)) == _TELL:
-            board.post(f"facts/{nonce}", [(*key, value) for key, value in facts.items()])
+        return board.take(f"answer/{nonce}", check)
     except BaseException:
-        board.remove(f"post/{own}")
+        board.remove(f"{topic}/{rank}")
         raise
-    is_about_device, text = verdict
-    return is_about_device, text
+
+
+def _compare_digests(told: Mapping[int, Any]) -> tuple[str, list[list[int]]]:
+    """What is wrong with the devices; and the ranks of the first few digests, if there are several."""
+    by_digest = ranks_by_value((rank, digest) for rank, (digest, _) in told.items())
+    unlike = list(by_digest.values())[:_MOST_SHOWN] if len(by_digest) > 1 else []
+    return wrong_device({rank: OwnDevice(*device) for rank, (_, device) in told.items()}), unlike
+
+
+def _compare_facts(unlike: Sequence[Sequence[int]], told: Mapping[int, Any]) -> str:
+    facts = [{(where, what): value for where, what, value in told[ranks[0]]} for ranks in unlike]
+    return first_difference(list(zip(unlike, facts, strict=True)))
 
 
 def wrong_device(devices: Mapping[int, OwnDevice]) -> str:

@@ -40,8 +40,14 @@ from shardwise.layout.mesh import Axis
 from shardwise.ranks.activity import RankActivity, RankStatus, Wait
 from shardwise.ranks.board import Board
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.ranks.verdicts import Statuses, deadlock, disagreement_text, ended_text
-from shardwise.ranks.watch import VARIABLE, StallReporter
+from shardwise.ranks.watch import (
+    VARIABLE,
+    StallReporter,
+    Statuses,
+    deadlock,
+    disagreement_text,
+    ended_text,
+)
 from shardwise.torch_compat import c10d, interpreter
 
 INTERVAL_S = 0.25  # between two checks whether a wait still lasts
@@ -51,7 +57,6 @@ SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 # How long to wait for the posts of others after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
-PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -91,10 +96,9 @@ class FailureNote:
 
 
 class FailureMonitor(RankActivity):
-    """Reports this rank's failures and reads those of others. Made by ``monitor_of_job``.
+    """Reports this rank's failures and reads those of others.
 
-    It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly, and every collective
-    writes some.
+    It has fewer than 30 attributes: with more, Python 3.11 finds each more slowly.
     """
 
     def __init__(self, store: Any, rank: int, world: int = 1) -> None:
@@ -123,11 +127,8 @@ class FailureMonitor(RankActivity):
     # --- failures of this rank ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This rank continues: its exception was caught.
-
-        Raises:
-            CommunicationError: another rank has failed, and the work that this rank has queued since is lost.
-        """
+        """This rank continues: its exception was caught. Raise CommunicationError if another rank has failed,
+        and the work that this rank has queued since is lost."""
         if self._own is None and self.failure is None:
             self.issuing = None  # the caller may have caught its exception
             return
@@ -243,7 +244,7 @@ class FailureMonitor(RankActivity):
         return [FailureNote(**note) for note in active.values() if note is not None]
 
     def raise_explained(self, error: Exception, wait: Wait) -> NoReturn:
-        """Raise the failure behind ``error`` if communication failed in ``wait``, or ``error`` itself."""
+        """Raise ``explained`` if ``error`` is one of communication; else ``error`` itself."""
         if not c10d.is_communication_error(error):
             raise error
         raise self.explained(error, wait) from error
@@ -276,13 +277,10 @@ class FailureMonitor(RankActivity):
         for group in groups:
             self._board.post(f"failed/{group}/{self.rank}", own)
         is_timeout, peer = c10d.is_timeout(error), getattr(error, "peer", None)
-        started = time.monotonic()
+        deadline = time.monotonic() + (TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S)
         waits: dict[int, RankStatus | None] = {}
         while True:
-            patience_s = TIMEOUT_PATIENCE_S if is_timeout else CLOSED_PATIENCE_S
-            if peer in waits and waits[peer] is None and not is_timeout:
-                patience_s = PEER_PATIENCE_S
-            is_late = time.monotonic() - started >= patience_s
+            is_late = time.monotonic() >= deadline
             for note in self.active_failures():
                 if self._heeds(note) and (is_late or note.error):
                     return note
@@ -294,8 +292,7 @@ class FailureMonitor(RankActivity):
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         silent = sorted(rank for rank, wait in waits.items() if wait is None)
         if silent and not is_timeout:
-            who = peer if peer in silent else silent[0]
-            return ended_text(own, silent, peer, self._board.statuses("ended", [who])[who], first_line)
+            return ended_text(own, self._board.statuses("ended", silent), peer, first_line)
         if len({wait and (wait.event, wait.name) for wait in waits.values()}) > 1:
             return f" ({first_line}), because {disagreement_text(waits)}"
         return f": {error}"

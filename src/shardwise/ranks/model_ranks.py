@@ -21,10 +21,8 @@ T = TypeVar("T")
 
 
 def axes_of_model(model: nn.Module) -> list[Axis]:
-    """The axes that connect the ranks of ``model``, in an order that all ranks share.
-
-    A model without sharded parameters counts as being on all ranks of the default process group, if any.
-    """
+    """The axes that connect the ranks of ``model``, in the same order on all of them: without sharded
+    parameters, all ranks of the default process group, if any."""
     axes = axes_of(model.parameters())
     if axes or not dist.is_initialized() or any(isinstance(param, DTensor) for param in model.parameters()):
         return axes

@@ -40,15 +40,8 @@ def views_in(message: Tensor, forms: Iterable[Form]) -> list[Tensor]:
 
 
 def in_messages(items: Iterable[tuple[T, int, int]], limit: int) -> Iterator[list[tuple[T, int, int]]]:
-    """Cut items by rows into messages of ``limit`` bytes, or of one row.
-
-    Args:
-        items: each with its number of rows and the bytes of a row. They are consumed one by one.
-        limit: bytes of a message.
-
-    Yields:
-        The items of each message, each with its rows [start, end) in the message.
-    """
+    """Cut items, each with its number of rows and the bytes of a row, into messages of ``limit`` bytes, or of
+    one row. Items are consumed one by one; those of a message come with their rows [start, end) in it."""
     message: list[tuple[T, int, int]] = []
     left = limit
     for item, num_rows, row_bytes in items:

@@ -47,14 +47,15 @@ def are_fake(axes: Sequence[Axis], device: torch.device) -> bool:
 
 
 PIECE_WORDS = 1 << 15
-"""Words of a tensor processed at a time: on the host they stay in the cache through all passes."""
+"""Words of a tensor processed at a time on the host: they stay in the cache through all passes."""
+_PIECE_WORDS_ON_DEVICE = 1 << 21  # to save launches
 _FACTOR = 0x1E3779B97F4A7C15
 
 
 class Checksums:
     """Checksums of the bits of tensors and their positions, computed on the devices of the tensors.
 
-    The scratch memory, for some pieces at a time, is kept for the next tensor.
+    The scratch memory, for a piece at a time, is kept for the next tensor.
     """
 
     def __init__(self) -> None:
@@ -74,40 +75,22 @@ class Checksums:
 
     def _of_plain(self, tensor: Tensor) -> Tensor:
         contents = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        num_words, rest = divmod(len(contents), 8)
-        whole = contents[: 8 * num_words]
-        # Memory may begin anywhere, but words only at multiples of their size.
-        is_aligned = contents.data_ptr() % 8 == 0 and contents.storage_offset() % 8 == 0
-        words = whole.view(torch.int64) if is_aligned else whole.clone().view(torch.int64)
-        num_full = num_words // PIECE_WORDS
-        pieces = words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS)
-        sums = [self._sums_of(rows) for rows in pieces.split(_num_rows(tensor.device)) if len(rows)]
-        last = words[num_full * PIECE_WORDS :]
-        if rest:
-            last = torch.cat([last, torch.zeros(1, dtype=torch.int64, device=tensor.device)])
-            last[-1:].view(torch.uint8)[:rest].copy_(contents[8 * num_words :])
-        return _combined(torch.cat([*sums, self._sums_of(last.unsqueeze(0))]))
+        if len(contents) % 8:
+            contents = torch.nn.functional.pad(contents, (0, -len(contents) % 8))
+        elif contents.data_ptr() % 8 or contents.storage_offset() % 8:  # no place for words
+            contents = contents.clone()
+        size = PIECE_WORDS if tensor.device.type == "cpu" else _PIECE_WORDS_ON_DEVICE
+        return _combined(torch.stack([self._of_piece(p) for p in contents.view(torch.int64).split(size)]))
 
-    def _sums_of(self, pieces: Tensor) -> Tensor:
-        """A checksum for each row of words."""
-        rows, count = pieces.shape
-        if pieces.device not in self._buffers or count > len(self._buffers[pieces.device][2]):
-            self._allocate(count, pieces.device)
-        words, spare, positions = self._buffers[pieces.device]
-        words, spare = words[:rows, :count], spare[:rows, :count]
-        torch.add(pieces, positions[:count], out=words)
-        return _mix(words, spare).sum(1)
-
-    def _allocate(self, num_words: int, device: torch.device) -> None:
-        """Allocate scratch memory for pieces of up to ``num_words``."""
-        words = torch.empty(_num_rows(device), num_words, dtype=torch.int64, device=device)
-        positions = torch.arange(num_words, device=device).mul_(_FACTOR)
-        self._buffers[device] = words, torch.empty_like(words), positions
-
-
-def _num_rows(device: torch.device) -> int:
-    """Pieces computed at once: many on a device, to save launches."""
-    return 1 if device.type == "cpu" else 128
+    def _of_piece(self, piece: Tensor) -> Tensor:
+        device, count = piece.device, len(piece)
+        if device not in self._buffers or count > len(self._buffers[device][0]):
+            words = torch.empty_like(piece)
+            positions = torch.arange(count, device=device).mul_(_FACTOR)
+            self._buffers[device] = words, torch.empty_like(words), positions
+        words, spare, positions = (buffer[:count] for buffer in self._buffers[device])
+        torch.add(piece, positions, out=words)
+        return _mix(words, spare).sum()
 
 
 def _combined(numbers: Tensor) -> Tensor:
@@ -155,25 +138,21 @@ def refuse_unequal(named: Sequence[Named], device: torch.device) -> None:
     Raises:
         RuntimeError: with the names, and the ranks whose copies differ.
     """
-    claims = copies_of(named, Checksums())
-    axes = axes_of(tensor for _, tensor in named)
-    if findings := differing(claims, axes, device):
-        raise RuntimeError(message_on_copies(findings))
-
-
-def copies_of(named: Sequence[Named], checksums: Checksums) -> list[Claim]:
-    """A claim for each of ``named`` and each mesh dimension along which it has copies."""
-    claims = []
+    claims, checksums = [], Checksums()
     for name, tensor in named:
         along = copied_along(tensor)
         number = checksums.of(dtensor.plain(tensor)) if along else None
         if number is not None:
             claims += [Claim(name, [axis], ranks_along(axis), number) for _, axis in along]
-    return claims
+    if findings := differing(claims, axes_of(tensor for _, tensor in named), device):
+        raise RuntimeError(
+            f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start different stay "
+            "different: gradients are averaged, weights are not. Use the same seed on all ranks, or call "
+            "shardwise.init.sync_module_states(model) before the first forward."
+        )
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(NamedTuple):
     """Names of differing tensors; for some, the ranks that agree with the first rank, and the others."""
 
     names: list[str]
@@ -235,12 +214,7 @@ def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
     """Rows whose maximum over ranks shows whether the claims agree: the maximum of ~n is the minimum of n."""
 
     def row(values: Sequence[Tensor | bool]) -> Tensor:
-        tensors = [torch.as_tensor(value) for value in values]
-        found = torch.empty(len(tensors), dtype=torch.int64, device=device)
-        for where in {tensor.device for tensor in tensors}:
-            indices = [i for i, tensor in enumerate(tensors) if tensor.device == where]
-            found[indices] = torch.stack([tensors[i].to(torch.int64) for i in indices]).to(device)
-        return found
+        return torch.stack([torch.as_tensor(value, device=device).to(torch.int64) for value in values])
 
     numbers = row([claim.number for claim in claims])
     takes_part = row([claim.takes_part for claim in claims]).bool()
@@ -258,13 +232,14 @@ def _table(claims: Sequence[Claim], device: torch.device) -> Tensor:
 
 
 def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: Sequence[Axis]) -> Findings:
-    own_names = dict.fromkeys(claim.name for claim, is_it in zip(claims, differs, strict=True) if is_it)
+    rows = [row for row in zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True) if row[1]]
+    own_names = dict.fromkeys(claim.name for claim, *_ in rows)
     shown = set(list(own_names)[:_MOST_LOOKED_AT])
-    own_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-    rows = zip(claims, differs, own[0].tolist(), own[1].tolist(), strict=True)
-    for claim, is_it, is_changed, number in rows:
-        if is_it and claim.name in shown and claim.takes_part and not is_changed:
-            own_numbers[claim.name, claim.ranks] = number
+    own_numbers = {
+        (claim.name, claim.ranks): number
+        for claim, _, is_changed, number in rows
+        if claim.name in shown and claim.takes_part and not is_changed
+    }
     names: dict[str, None] = {}
     numbers: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     for rank, (its_names, its_numbers) in gather_from_all(axes, (own_names, own_numbers)).items():
@@ -274,24 +249,14 @@ def _find(claims: Sequence[Claim], own: Tensor, differs: Sequence[bool], axes: S
     as_first: set[int] = set()
     unlike: set[int] = set()
     for by_rank in numbers.values():
-        wanted = by_rank[min(by_rank)]
-        as_first |= {other for other, number in by_rank.items() if number == wanted}
-        unlike |= {other for other, number in by_rank.items() if number != wanted}
+        for rank, number in by_rank.items():
+            (as_first if number == by_rank[min(by_rank)] else unlike).add(rank)
     return Findings(list(names), sorted(as_first), sorted(unlike))
 
 
 def _told(findings: Findings, of_these: str, on_ranks: str) -> str:
     others, as_first = listed_ranks(findings.others), listed_ranks(findings.as_first)
     return f"{listed(findings.names, 1)}: {of_these} {others} {on_ranks} {as_first}"
-
-
-def message_on_copies(findings: Findings) -> str:
-    """The message about copies that differ."""
-    return (
-        f"{_told(findings, 'the copies on', 'differ from those on')}. Replicas that start different stay "
-        "different: gradients are averaged, weights are not. Use the same seed on all ranks, or call "
-        "shardwise.init.sync_module_states(model) before the first forward."
-    )
 
 
 def message_on_initial_values(findings: Findings) -> str:
@@ -330,11 +295,8 @@ class TensorInfo(NamedTuple):
 
 def tensor_infos(named: Sequence[Named]) -> list[TensorInfo]:
     """This rank's parts of the tensors."""
-    infos = []
-    for _, tensor in named:
-        coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
-        infos.append(TensorInfo(coordinate, tuple(tensor.shape), tensor.dtype))
-    return infos
+    places = [t.device_mesh.get_coordinate() if isinstance(t, DTensor) else None for _, t in named]
+    return [TensorInfo(at, tuple(t.shape), t.dtype) for at, (_, t) in zip(places, named, strict=True)]
 
 
 def sends_copies(tensor: Tensor, coordinate: Sequence[int]) -> bool:

@@ -16,11 +16,12 @@ evaluate or are at a prompt, as long as no rank waits for them.
 import logging
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwise.ranks.activity import RankActivity
+from shardwise.layout.fqns import listed, listed_ranks, ranks_by_value
+from shardwise.ranks.activity import RankActivity, RankStatus
 from shardwise.ranks.board import Board
-from shardwise.ranks.verdicts import report_of
 from shardwise.torch_compat import interpreter
 
 VARIABLE = "SHARDWISE_WAIT_LIMIT"
@@ -29,13 +30,23 @@ _ASKED_IN_LIMIT = 6  # checks for new rounds within the limit
 
 _log = logging.getLogger(__name__)
 
+Statuses = Mapping[int, RankStatus | None]
+"""By rank; None for a rank that has not answered."""
+
+_DIFFERENT_PLACES = (
+    "numbers of microbatches or steps that differ by rank, or a call that all ranks have to make, such as "
+    "save_checkpoint, and some do not. Run as many everywhere, and make such calls on all ranks."
+)
+
+_DIFFERENT_MODULES = (
+    "control flow around these modules that differs by rank. If some ranks leave a module out, call "
+    "set_may_be_unused() on it; if they use different parameters of one, "
+    "set_reduce_scatter_unused_params(True)."
+)
+
 
 def limit_of_environment() -> float | None:
-    """The limit in seconds that SHARDWISE_WAIT_LIMIT gives, or the default; None: never report.
-
-    Raises:
-        ValueError: it is not a number, or below 0.
-    """
+    """The limit in seconds that SHARDWISE_WAIT_LIMIT gives, or the default; None: never report."""
     text = os.environ.get(VARIABLE, "").strip() or "30"
     try:
         limit_s = float(text)
@@ -129,3 +140,164 @@ class StallReporter:
                 self._told_until = math.inf  # this wait: once
         if text is not None or looks >= 2 * patience:  # the rank that opened the round may be gone
             self._looks_in_round = None
+
+
+# --- who waits for whom, in words -----------------------------------------------------------------
+#
+# Facts and text only; failures.py uses it after two seconds and after a failed wait.
+
+
+def ranks_behind(own: RankStatus, others: Statuses) -> dict[int, list[str]]:
+    """Which of ``others`` keep the rank of ``own`` waiting, and the kinds of which they have issued too few;
+    no kinds for a rank that has not answered.
+
+    Earlier kinds count as well: many back ends match collectives only by their order, so whichever
+    collective is left out, the last one is missing.
+    """
+    found: dict[int, list[str]] = {}
+    for rank, other in others.items():
+        if other is None:
+            found[rank] = []
+            continue
+        for kind, count in own.due.items():
+            issued = other.issued.get(kind, 0)
+            is_there = other.kind == kind and (other.count >= count or other.event == "call")
+            if issued is not None and issued < count and not is_there:
+                found.setdefault(rank, []).append(kind)
+    return found
+
+
+def deadlock(stuck: Statuses) -> str | None:
+    """The message if none of these ranks can continue; None if any of them can, or may.
+
+    A rank that waits for no other is only slow, and the others may wait for it.
+    """
+    found = {rank: status for rank, status in stuck.items() if status is not None}
+    if len(found) < len(stuck) or not all(ranks_behind(own, stuck) for own in found.values()):
+        return None
+    reasons = [f"on rank {rank} {each.reason}" for rank, each in found.items() if each.reason]
+    if not reasons:
+        return disagreement_text(stuck)
+    waits = _by_clause({rank: _doing(each) for rank, each in found.items()})
+    return (
+        f"{'; '.join(reasons)}. The other ranks have no such change: {'; '.join(waits)}. Freeze and "
+        "configure the model alike on all ranks."
+    )
+
+
+def disagreement_text(waits: Statuses) -> str:
+    """The message that ranks waited for different things, with the usual cause."""
+    told = _by_clause({r: _doing(wait) if wait else "in no call of shardwise" for r, wait in waits.items()})
+    steps = {wait.step if wait and wait.event != "call" else None for wait in waits.values()}
+    are_in_one_step = len(steps) == 1 and None not in steps
+    causes = [_DIFFERENT_MODULES] if are_in_one_step else []
+    if not are_in_one_step or len({wait.event for wait in waits.values() if wait}) > 1:
+        # In one step: one rank reduces, and another does not, because its last microbatch is still to come.
+        causes.append(_DIFFERENT_PLACES)
+    return (
+        f"the ranks disagree on what to communicate: {'; '.join(told)}. Collectives must be issued in the "
+        f"same order everywhere. Usual cause: {' Or: '.join(causes)}"
+    )
+
+
+def ended_text(own: RankStatus, silent: Statuses, peer: int | None, closed: str) -> str:
+    """The end of the message that a connection was ``closed``, by ``peer`` or another ``silent`` rank, each
+    with what it has posted at the end of its program."""
+    who = peer if peer is not None and peer in silent else min(silent)
+    if (ended := silent[who]) is not None:
+        return (
+            f" ({own.moment}), because rank {who} has come to the end of its program, after step "
+            f"{ended.step}. Usual cause: {_DIFFERENT_PLACES}"
+        )
+    named = f"rank {who} has ended; see its log"
+    if who != peer and len(silent) > 1:
+        named = f"one of {listed_ranks(silent)} has ended; see their logs"
+    return (
+        f", because {named}. Its connection was closed, and it has reported no error: it was killed, "
+        f"ran out of memory, crashed, or came to its end before the others. ({closed})"
+    )
+
+
+def report_of(statuses: Statuses) -> str:
+    """Which ranks wait for what, and where the awaited ranks are; empty if no rank waits for long."""
+    shown: dict[int, RankStatus] = {}
+    behind: set[int] = set()
+    left_out: dict[int, str] = {}
+    for rank, own in statuses.items():
+        if own is None or not own.is_late:
+            continue
+        others = {other: statuses[other] for other in own.ranks if other != rank and other in statuses}
+        missing = ranks_behind(own, others)
+        if not missing and own.event == "call":
+            continue  # all ranks are in it: it computes, or writes files
+        shown[rank] = own
+        behind |= missing.keys()
+        for other, kinds in missing.items():
+            if kinds and own.kind not in kinds:
+                left_out.setdefault(other, _omission(*kinds))
+    if not shown:
+        return ""
+    lines = _by_clause({rank: _doing(status) for rank, status in shown.items()})
+    lines += _by_clause({rank: _whereabouts(statuses[rank]) for rank in sorted(behind - shown.keys())})
+    lines += _by_clause(left_out)
+    if not behind:
+        lines += _undelivered(shown, statuses)
+    elif behind <= shown.keys():
+        lines.append(
+            "they wait for each other, because they disagree on what to communicate. Usual cause: control "
+            "flow that differs by rank"
+        )
+    longest_s = max(status.quiet_s for status in shown.values())
+    return f"No progress for {longest_s:.0f} s: " + "; ".join(lines)
+
+
+# Clauses without a verb, which would have to agree with the number of ranks.
+
+
+def _doing(status: RankStatus) -> str:
+    """What a rank waits for, and when."""
+    what = f"waiting for the {status.event}"
+    if status.event == "call":
+        what = f"in {status.name}()"
+    elif status.name:
+        what += f" of '{status.name}'"
+    return f"{what}{' on the device' if status.is_on_device else ''} ({status.moment})"
+
+
+def _whereabouts(status: RankStatus | None) -> str:
+    """Where an awaited rank is."""
+    if status is None:
+        return "not answering: ended, stopped, or no longer in the process group"
+    if status.has_ended:
+        return f"ended after step {status.step}"
+    if status.event:
+        where = _doing(status)
+    elif status.phase:
+        where = f"computing ({status.moment})"
+    elif status.step == 0:
+        where = "not training yet"
+    else:
+        where = f"in no step since step {status.step}"
+    return f"{where}, at {status.code}" if status.code else where
+
+
+def _omission(kind: str, *others: str) -> str:
+    event, _, name = kind.partition(" ")
+    left_out = listed([f"{event} of '{name}'", *others], 1)
+    return f"left out the {left_out}, so that later collectives miss one"
+
+
+def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[str]:
+    """For a collective that all ranks have issued and that does not complete: which ranks are elsewhere."""
+    ranks = sorted({rank for status in shown.values() for rank in status.ranks} - shown.keys())
+    others = {rank: _whereabouts(statuses[rank]) for rank in ranks if statuses.get(rank) is not None}
+    cause = "a device still computes, or the network does not deliver"
+    if not any(status.is_on_device for status in shown.values()):
+        cause = "the network does not deliver, or the back end needs ranks that compute"
+    return [*_by_clause(others), f"all ranks have issued what is waited for: {cause}"]
+
+
+def _by_clause(clauses: Mapping[int, str]) -> list[str]:
+    """One line for all ranks with the same clause."""
+    alike = ranks_by_value(sorted(clauses.items()))
+    return [f"{listed_ranks(ranks)} {clause}" for clause, ranks in alike.items()]

@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.communicators import unless_alone
-from shardwise.comm.quantized import QuantizedCollectives
-from shardwise.comm.reducers import HookedCollectives, LowPrecisionCollectives
+from shardwise.comm.custom import HookedCollectives
+from shardwise.comm.quantized import LowPrecisionCollectives, QuantizedCollectives
 from shardwise.engine.module_state import ModuleState, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
