@@ -57,14 +57,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 def given(caller: str, path: Any) -> Path:
     """The folder that a call is about."""
+    wanted = "the folder of a checkpoint, as a str or a Path"
     if path is None and caller == "load_checkpoint":
-        raise TypeError(
-            "load_checkpoint: path is None. latest_checkpoint returns None if it finds no "
-            "checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), "
-            "which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system "
-            "that all hosts share."
-        )
-    check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
+        wanted += " (latest_checkpoint returns None if it finds none: call resume)"
+    check_type(caller, "path", path, wanted, str, os.PathLike)
     return absolute(path)
 
 

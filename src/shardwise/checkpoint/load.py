@@ -326,14 +326,9 @@ def _load(
     state_plans, left = rank_group.run_on_all_ranks(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
-    reading = Reading(manifest, model, targets, optimizers, plans, state_plans, values)
+    reading = Reading(manifest, model, targets, optimizers, plan, plans, state_plans, values)
     manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
-    if any(rank_group.all_gather_objects(is_on_meta(model))):
-        coming = [entry.value for entry in entries.values()]
-        rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", coming))
-        reading.plans = _planned_on_meta(rank_group, model, plan)
-        targets.entries = rank_group.run_on_all_ranks(lambda: entries_of(model))
     _fill(rank_group, reading)
     missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
     return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
@@ -363,22 +358,6 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
             is_known = entry.is_tensor and not is_extra_state(name)
             facts[name] = manifest.facts(places.get(())) if is_known else ShapeAndDtype.of(entry.value)
     targets.expect(facts, is_all=True)
-
-
-def _planned_on_meta(
-    rank_group: RankGroup, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
-) -> list[OptimizerPlan]:
-    """Give memory, then plan again: planned tensors are like the parameters. Values come later."""
-
-    def act() -> list[OptimizerPlan]:
-        give_memory(model)
-        return plan()
-
-    try:
-        return rank_group.run_on_all_ranks(act)
-    except Exception as error:
-        mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
-        raise
 
 
 def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
@@ -468,6 +447,7 @@ class Reading:
     model: nn.Module
     targets: LoadTargets
     optimizers: Optimizers
+    plan: Callable[[], list[OptimizerPlan]]
     plans: list[OptimizerPlan]
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
@@ -478,6 +458,8 @@ class Reading:
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""
+        coming = [entry.value for entry in self.targets.entries.values()]
+        refuse_lost(self.model, "load_checkpoint", coming)
         targets = self._targets()
         objects = [key for key, target in targets.items() if target is None]
         self.values = self.values | read_objects(self.manifest, objects, verify, trust)
@@ -486,6 +468,11 @@ class Reading:
 
     def run(self) -> None:
         """Read, and give everything to its owner."""
+        if is_on_meta(self.model):
+            with _trying("the model could not be given memory"):
+                give_memory(self.model)
+                self.plans = self.plan()  # anew: planned tensors are like the parameters
+                self.targets.entries = entries_of(self.model)
         targets = self._targets()
         tensors = {key: target for key, target in targets.items() if target is not None}
         with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):

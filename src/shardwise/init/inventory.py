@@ -1,6 +1,6 @@
 """The inventory of a model on the meta device: tensors without values, and the modules that have them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,13 @@ class Inventory:
         self.drawn_on = drawn_on or self.device or torch.device("cpu")
         self.placeholders: dict[int, Placeholder] = {}
         self._add_sharded()
-        self._add_plain()
-        self._add_neighbours()
+        home = self.device or self.drawn_on
+        # Tensors that no group has, or that their group leaves alone.
+        self._add({site: tensor for site, tensor in sites_in(self.names) if tensor.is_meta}, home)
+        # Plain ones with values in modules that have others without: their init will write to both.
+        beside = {site.module for f in self.placeholders.values() if f.is_empty for site in f.sites}
+        neighbours = sites_in(module for module in self.names if module in beside)
+        self._add({site: tensor for site, tensor in neighbours if not tensor.is_meta}, None)
         self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
         children_first: dict[nn.Module, None] = {}
         nn.Module.apply(model, lambda module: children_first.setdefault(module))
@@ -51,25 +56,14 @@ class Inventory:
                         param.fqn, param.sharded, bucket.storage.device, param, had_values, sites
                     )
 
-    def _add_plain(self) -> None:
-        """Tensors that no group has, or that their group leaves alone."""
-        sharded = set(self.placeholders)
-        for site, tensor in sites_in(self.names):
-            if tensor.is_meta and id(tensor) not in sharded:
-                self._add(site, tensor, self.device or self.drawn_on, had_values=False)
-
-    def _add_neighbours(self) -> None:
-        """Plain tensors with values in modules that have others without: their init will write to both."""
-        beside = {site.module for f in self.placeholders.values() if f.is_empty for site in f.sites}
+    def _add(self, found: Mapping[TensorSite, Tensor], home: torch.device | None) -> None:
+        """Add what is not known yet; without ``home`` it has values, and stays where it is."""
         known = set(self.placeholders)
-        for site, tensor in sites_in(module for module in self.names if module in beside):
-            if not tensor.is_meta and id(tensor) not in known:
-                self._add(site, tensor, tensor.device, had_values=True)
-
-    def _add(self, site: TensorSite, tensor: Tensor, home: torch.device, had_values: bool) -> None:
-        fqn = joined(self.names[site.module], site.name)
-        new = Placeholder(fqn, tensor, home, None, had_values)
-        self.placeholders.setdefault(id(tensor), new).sites.append(site)
+        for site, tensor in found.items():
+            if id(tensor) not in known:
+                fqn = joined(self.names[site.module], site.name)
+                new = Placeholder(fqn, tensor, home or tensor.device, None, had_values=home is None)
+                self.placeholders.setdefault(id(tensor), new).sites.append(site)
 
     def visits(self) -> Iterator["Visit"]:
         """The modules to initialise; neighbours of one group are one visit."""

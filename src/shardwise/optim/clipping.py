@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients, and the norm of any tensors. norms.py measures them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,7 @@ from shardwise.optim.norms import (
     HeldGradients,
     NormPlan,
     gradients_in,
-    held_gradients,
     held_tensors,
-    norms_of_pieces,
     note_passed,
     total_norm,
 )
@@ -24,7 +22,7 @@ from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.torch_compat import foreach
+from shardwise.torch_compat import dtensor, foreach
 
 
 @torch.no_grad()
@@ -146,10 +144,8 @@ def _clip(
         plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
         total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
-            each = list(given.parameters()) if is_module else given
-            gradients = held_gradients(each, caller, name_of)  # one by one, to name the culprits
-            of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
-            raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
+            bad = [name_of(p) for p in (given.parameters() if is_module else given) if not _is_finite(p.grad)]
+            raise RuntimeError(_message_about_nonfinite(total, power, bad))
         if limit < math.inf:
             present = [local for local in gradients.locals if local is not None]
             _scale(present, limit, total, foreach is not False)
@@ -182,18 +178,12 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
             foreach.mul_(some, factors[device])
 
 
-def _message_about_nonfinite(
-    total: Tensor,
-    power: float,
-    gradients: HeldGradients,
-    norms: Sequence[Sequence[Tensor]],
-    name_of: Callable[[Tensor], str],
-) -> str:
-    names = [
-        name_of(param)
-        for param, own in zip(gradients.params, norms, strict=True)
-        if not all(norm.isfinite() for norm in own)
-    ]
+def _is_finite(gradient: Tensor | None) -> bool:
+    local = torch.zeros(()) if gradient is None else dtensor.plain(gradient)
+    return bool((local if local.layout is torch.strided else local.to_dense()).isfinite().all())
+
+
+def _message_about_nonfinite(total: Tensor, power: float, names: Sequence[str]) -> str:
     here = "No gradient on this rank is to blame: other ranks name theirs."
     if names:
         here = f"On this rank it comes from {listed(names, 4)}."

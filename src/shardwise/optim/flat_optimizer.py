@@ -43,17 +43,9 @@ from shardwise.torch_compat import dtensor, optimizers
 Optimizer = torch.optim.Optimizer
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.ASGD),
 )
 NOT_ELEMENTWISE = {
     "LBFGS": "it looks at all parameters together",

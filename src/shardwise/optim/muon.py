@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -155,8 +154,9 @@ class MuonPlan:
         """Whether it is still the plan for ``groups``."""
         params = [param for group in groups for param in group["params"]]
         owners = [group for group in groups for _ in group["params"]]
-        is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        return is_same and all(map(is_, owners, self.groups)) and self.exchange.is_of(params)
+        pairs = (params, self.params), (owners, self.groups)
+        is_same = all(list(map(id, now)) == list(map(id, then)) for now, then in pairs)
+        return is_same and self.exchange.is_of(params)
 
 
 class MatrixStep:
