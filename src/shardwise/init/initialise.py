@@ -14,7 +14,6 @@ from shardwise.arguments import check_module, check_type
 from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
-from shardwise.init.inventory import Inventory, refuse_what_is_missing
 from shardwise.init.loads import (
     give_memory,
     mark_partly_loaded,
@@ -22,6 +21,7 @@ from shardwise.init.loads import (
     note_complete_load,
     refuse_meta,
 )
+from shardwise.init.placeholders import Inventory, refuse_what_is_missing
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
