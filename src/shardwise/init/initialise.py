@@ -114,8 +114,8 @@ def materialize(
     )
     all_fresh = all(p.is_empty for p in inventory.placeholders.values() if p.param is not None)
     with _one_random_state(model, inventory):
-        for visit in inventory.visits():
-            visit.run(init_fn)
+        for modules in inventory.visits():
+            inventory.initialise(modules, init_fn)
     refuse_what_is_missing(inventory)
     if all_fresh:
         note_complete_load(model)

@@ -299,33 +299,25 @@ class Inventory:
                 new = Placeholder(fqn, tensor, home or tensor.device, None, had_values=home is None)
                 self.placeholders.setdefault(id(tensor), new).sites.append(site)
 
-    def visits(self) -> Iterator["Visit"]:
+    def visits(self) -> Iterator[list[nn.Module]]:
         """The modules to initialise; neighbours of one group are one visit."""
         visit: list[nn.Module] = []
         for module in self.todo:
             if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
-                yield Visit(self, visit)
+                yield visit
                 visit = []
             visit.append(module)
         if visit:
-            yield Visit(self, visit)
+            yield visit
 
     def missing(self) -> list[Placeholder]:
         """Tensors that have no values yet."""
         return [placeholder for placeholder in self.placeholders.values() if placeholder.is_empty]
 
-
-@dataclass
-class Visit:
-    """Modules of one group, or of none, that are initialised while the tensors they may write to are full."""
-
-    inventory: Inventory
-    modules: list[nn.Module]
-
-    def run(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
-        """Initialise them. Afterwards the same tensors are registered, with values."""
-        group = self.inventory.group_of.get(self.modules[0])
-        placeholders = self._placeholders(group)
+    def initialise(self, modules: list[nn.Module], init_fn: Callable[[nn.Module], Any] | None) -> None:
+        """Initialise the modules of a visit, while the tensors that they may write to are full. Afterwards
+        the same tensors are registered, with values."""
+        placeholders = self._shown_to(modules)
         for placeholder in placeholders:
             _check_place(placeholder)
         orders = {
@@ -334,8 +326,8 @@ class Visit:
         failed: nn.Module | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                show_all(placeholders, self.inventory.drawn_on)
-            for module in self.modules:
+                show_all(placeholders, self.drawn_on)
+            for module in modules:
                 failed = module
                 self._initialise(module, init_fn)
             failed = None
@@ -349,30 +341,28 @@ class Visit:
                         problems.append(problem)
             for module, names in orders.items():
                 nn_modules.reorder(nn_modules.parameters(module), names)
-            for each in self._groups_of(placeholders):
-                each.adopt_when_moved()
+            # Of several groups where a parameter is tied to one of another group.
+            shown = {placeholder.param for placeholder in placeholders if placeholder.param is not None}
+            for group in self.groups:
+                if not shown.isdisjoint(group.shards.params):
+                    group.adopt_when_moved()
         if problems:
             raise RuntimeError(f"materialize: {listed(problems, 4, ' ')}")
 
-    def _placeholders(self, group: ParameterGroup | None) -> list[Placeholder]:
+    def _shown_to(self, modules: list[nn.Module]) -> list[Placeholder]:
         """The tensors to show: those that the modules own, and those of their group inside them."""
-        own = set(self.modules)
-        inside = {module for each in self.modules for module in each.modules()}
+        own, group = set(modules), self.group_of.get(modules[0])
+        inside = {module for each in modules for module in each.modules()}
         mine = set(group.shards.params) if group is not None else set()
         return [
             placeholder
-            for placeholder in self.inventory.placeholders.values()
+            for placeholder in self.placeholders.values()
             if placeholder.is_in(own)
             or (
                 placeholder.is_in(inside)
                 and (placeholder.param in mine if placeholder.param else not placeholder.had_values)
             )
         ]
-
-    def _groups_of(self, placeholders: list[Placeholder]) -> list[ParameterGroup]:
-        """The groups of the shown tensors; several where a parameter is tied to one of another group."""
-        shown = {placeholder.param for placeholder in placeholders if placeholder.param is not None}
-        return [group for group in self.inventory.groups if not shown.isdisjoint(group.shards.params)]
 
     def _initialise(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
         init = init_fn
@@ -381,9 +371,9 @@ class Visit:
             if own is None:
                 return
             init = lambda _: own()  # noqa: E731
-        what = f"{self.inventory.names[module] or 'the model'} ({class_name(module)})"
+        what = f"{self.names[module] or 'the model'} ({class_name(module)})"
         try:
-            guard = RefuseWrites(self.inventory.shards, f"materialize: the init of {what}")
+            guard = RefuseWrites(self.shards, f"materialize: the init of {what}")
             with torch.inference_mode(False), torch.no_grad(), guard:
                 init(module)
         except Exception as error:
