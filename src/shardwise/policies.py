@@ -178,7 +178,6 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a value that names no dimension."""
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: set shard, replicate or both; neither names a dimension.")
 
@@ -243,7 +242,6 @@ class QuantizedAllGather:
     block_size: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse an invalid ``block_size``."""
         check_number("QuantizedAllGather", "block_size", self.block_size, _ELEMENTS, above=0)
 
 
@@ -270,7 +268,6 @@ class LowPrecisionReduction:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Refuse other dtypes."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"LowPrecisionReduction: dtype is {self.dtype}; pass torch.bfloat16 or torch.float16. For "
@@ -306,7 +303,6 @@ class QuantizedReduction:
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse an invalid ``block_size`` or ``error_feedback``."""
         check_number("QuantizedReduction", "block_size", self.block_size, _ELEMENTS, above=0)
         check_flags("QuantizedReduction", error_feedback=self.error_feedback)
 
@@ -360,7 +356,6 @@ class CommPolicy:
     part_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or range."""
         for name in ("packing_limit_bytes", "part_bytes"):
             value = getattr(self, name)
             if value is not None:

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, shard_model
 from shardwise.dry_run.fake_world import fake_world
-from shardwise.strategies.auto import AutoOptions, Search
-from shardwise.strategies.choice import Choice, Trial, remembered
+from shardwise.strategies.auto import CHOICE, AutoOptions, Choice, Search, Trial
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds
 
@@ -108,8 +107,7 @@ def chosen(model: nn.Module, memory: str, shape: dict[str, int], **options: Any)
     sample = options.pop("sample", torch.zeros(4, 64))
     with fake_world(shape, lambda *_: None) as mesh:
         shard_model(model, strategy="auto", memory=memory, sample=sample, mesh=mesh, **options)
-        choice = remembered(model)
-    assert choice is not None
+        choice: Choice = model.__dict__[CHOICE]
     return choice
 
 
@@ -246,8 +244,7 @@ def told(memory: str) -> tuple[Choice, str, list[str], bool]:
     plain(*batch).backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     trains = all(torch.allclose(full(p.grad), q.grad, atol=1e-6) for p, q in pairs)
-    choice = remembered(model)
-    assert choice is not None
+    choice: Choice = model.__dict__[CHOICE]
     return choice, explain(model), records, trains
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+from shardwise.tracing.analysis import compare
 from shardwise.tracing.records import TRANSFERS, MemorySample, Recording, Span, TracedGroup
-from shardwise.tracing.stragglers import compare
 
 
 def span(row: str, name: str, start: float, end: float, phase: str = "forward", **more: object) -> Span:

@@ -16,7 +16,7 @@ from recordings import recording, span, wait
 
 import shardwise
 from shardwise.tracing.analysis import advice, summary, work_of_groups
-from shardwise.tracing.drawings import draw, page, write_png
+from shardwise.tracing.drawings import draw, page
 from shardwise.tracing.files import read_json, write_json
 from shardwise.tracing.records import ROWS, Recording, Span, lanes
 from shardwise.tracing.trace import Trace
@@ -278,7 +278,7 @@ def test_a_browser_draws_the_page_and_its_script_runs(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_a_bar_for_each_span(tmp_path: Path) -> None:
-    write_png([step(), step(rank=1)], tmp_path / "step.png")
+    draw([step(), step(rank=1)]).savefig(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     figure = draw([step(), step(rank=1)])
     rows, memory, *_ = figure.axes

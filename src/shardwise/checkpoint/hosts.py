@@ -105,6 +105,14 @@ class Hosts:
         found = dict.fromkeys(name for of_host in of_hosts for name in of_host)
         return {name: [of_host.get(name) for of_host in of_hosts] for name in found}
 
+    def newest(self, directory: Path, other: Path | None) -> Path | None:
+        """The newest complete checkpoint in `directory`; None if there is none that is as new as `other`."""
+        complete = [name for name, held in self.held(directory).items() if complete_save(held) is not None]
+        newest = max(filter(folders.numbered, complete), key=folders.newness, default=None)
+        if newest is None or (other is not None and folders.newness(newest) < folders.newness(other.name)):
+            return None
+        return directory / newest
+
     def open(self, files: ExitStack, path: Path, held: Sequence[Held | None]) -> "LocalFolder":
         """The complete save among those that hosts hold at `path`; those without it get its index."""
         save = complete_save(held)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.hosts import Hosts, complete_save
+from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import (
     INFO,
     Manifest,
@@ -26,7 +26,7 @@ from shardwise.checkpoint.manifest import (
     read,
     read_objects,
 )
-from shardwise.checkpoint.pending import Saves, begin
+from shardwise.checkpoint.pending import begin
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
@@ -247,7 +247,10 @@ def resume(
         lambda: folders.newest("resume", place) if rank_group.is_first else None, says_rank=False
     )
     latest: Path | None = rank_group.broadcast_object(found, 0)
-    newer = None if local is None else _newest_on_hosts(rank_group, saves, folders.absolute(local), latest)
+    newer = None
+    if local is not None:
+        hosts = Hosts(saves.rank_group_in_background(rank_group), folders.absolute(local))
+        newer = hosts.newest(folders.absolute(local), latest)
     if rank_group.is_first:
         _log.info("resume: %s", newer or latest or f"no checkpoint in {place}")
     if newer is not None:
@@ -255,16 +258,6 @@ def resume(
     if latest is None:
         return Loaded(None, {}, None, None)
     return load_checkpoint(latest, model, optimizer, states=states, **flags)
-
-
-def _newest_on_hosts(rank_group: RankGroup, saves: Saves, directory: Path, other: Path | None) -> Path | None:
-    """The newest checkpoint in the hosts' own folders; None if there is none that is as new as `other`."""
-    hosts = Hosts(saves.rank_group_in_background(rank_group), directory)
-    complete = [name for name, held in hosts.held(directory).items() if complete_save(held) is not None]
-    newest = max(filter(folders.numbered, complete), key=folders.newness, default=None)
-    if newest is None or (other is not None and folders.newness(newest) < folders.newness(other.name)):
-        return None
-    return directory / newest
 
 
 def _checked(

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.commands import UsageError
-from shardwise.dry_run.optimizers import known_optimizers
+from shardwise.dry_run.arguments import known_optimizers
 from shardwise.planning import estimate
 from shardwise.strategies.meshes import STRATEGIES
 

@@ -1,14 +1,15 @@
-"""What a caller passes for a dry run: the model, an amount of memory, a batch; read and checked."""
+"""What a caller passes for a dry run, read and checked: a model, memory, a batch, an optimizer."""
 
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.arguments import check_module, check_type
-from shardwise.dry_run.step import Call, fakes_of
+from shardwise.dry_run.step import Call, Optimizers, Training
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat import pytree
 
@@ -20,11 +21,8 @@ _DEVICES = {
     **{"v100": 32, "t4": 16, "l4": 24, "a10g": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
 }
 _DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "int64": torch.int64,
-    "int32": torch.int32,
+    **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+    **{"int64": torch.int64, "int32": torch.int32},
 }
 
 
@@ -58,20 +56,30 @@ def memory_in_bytes(caller: str, memory: Any) -> int:
     return num_bytes
 
 
-def call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
+def training_of(
+    caller: str, model: nn.Module, name: str, batch: Any, loss: Any, optimizer: Any, on_host: bool
+) -> Training:
+    """What ``caller`` was asked to try. ``batch``: its argument ``name``; None: no computation."""
+    call = None if batch is None else _call_on(caller, name, batch, loss)
+    # By name, optimizers take all parameters at once on a device, as torch has them do there.
+    return Training(model, call, _optimizers_named(caller, optimizer, is_foreach=not on_host), on_host)
+
+
+def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] | None) -> Callable[[], Call]:
     """How to run a model's forward on fake tensors like ``batch``, the argument ``name`` of ``caller``."""
     sample = _from_text(f"{caller}: {name}", batch) if isinstance(batch, str) else batch
 
     def make() -> Call:
-        fakes = fakes_of(sample)
+        fakes = pytree.tree_map(
+            lambda leaf: torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf, sample
+        )
 
         def call(model: nn.Module) -> Tensor:
             what = "forward"
             try:
-                if isinstance(fakes, Mapping):
-                    output = model(**fakes)
-                else:
-                    output = model(*(fakes if isinstance(fakes, (tuple, list)) else (fakes,)))
+                is_named = isinstance(fakes, Mapping)
+                args = fakes if isinstance(fakes, (tuple, list)) else (fakes,)
+                output = model(**fakes) if is_named else model(*args)
                 what = "loss() on the output"
                 return loss_of(output) if loss is None else loss(output)
             except Exception as error:
@@ -117,3 +125,56 @@ def shapes_of(sample: Any) -> str:
     """The dtypes and shapes of a batch, for people."""
     tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors) or "nothing"
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+_KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "sgd": ("SGD", {"lr": 0.1}),
+    "sgd-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": ("Adagrad", {}),
+    "rmsprop": ("RMSprop", {}),
+    "adafactor": ("Adafactor", {}),
+    "muon": ("Muon", {}),
+}
+"""By name: the class in ``torch.optim``, and its options."""
+
+
+def known_optimizers() -> list[str]:
+    """The names that this torch has a class for."""
+    return [name for name, (cls, _) in _KNOWN.items() if hasattr(torch.optim, cls)]
+
+
+def _optimizers_named(caller: str, optimizer: Any, *, is_foreach: bool) -> Optimizers:
+    """What makes the optimizers of some parameters, by a name, a class or a function."""
+    known = known_optimizers()
+    wanted = f"a name ({', '.join(known)}), a class, or a function of the list of parameters"
+    check_type(caller, "optimizer", optimizer, wanted, str, Callable)
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in known:
+            raise ValueError(
+                f"{caller}: there is no optimizer '{optimizer}'. Pass one of {', '.join(known)}."
+            )
+        return lambda params: list(_by_name(optimizer.lower(), is_foreach, params))
+
+    def make(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        made = optimizer(params)
+        wanted = "a function that returns a torch.optim.Optimizer"
+        check_type(caller, "what optimizer() returned", made, wanted, torch.optim.Optimizer)
+        return [made]
+
+    return make
+
+
+def _by_name(name: str, is_foreach: bool, params: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
+    cls, options = _KNOWN[name]
+    shares = {cls: params}
+    if name == "muon":  # takes matrices; what is left goes to AdamW, as its authors recommend
+        shares = {cls: [p for p in params if p.dim() == 2], "AdamW": [p for p in params if p.dim() != 2]}
+    for cls, share in shares.items():
+        make = getattr(torch.optim, cls)
+        has_foreach = is_foreach and "foreach" in inspect.signature(make).parameters
+        if share:
+            yield make(share, **options, **({"foreach": True} if has_foreach else {}))

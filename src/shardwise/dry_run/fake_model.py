@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import clean
+from shardwise.params.parameter import Site
 from shardwise.torch_compat import nn_modules
 
 
@@ -17,10 +19,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with its parameters and buffers on the meta device. No memory of them is read.
 
     Tied parameters stay tied. Hooks of modules are copied, those of parameters are not.
-
-    Raises:
-        NotImplementedError: a parameter is a DTensor, or of another class that does more than hold numbers.
-        TypeError: something in the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -76,25 +74,21 @@ class _Reading(torch.autograd.Function):
         return (*gradients, *made)
 
 
-Sites = list[tuple[nn.Module, str]]
-"""Modules, and names under which they register parameters."""
-
-
-def without_computation(root: nn.Module, groups: Sequence[tuple[Sequence[nn.Module], Sites]]) -> None:
+def without_computation(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Give ``root`` and all modules of ``groups`` forwards that read their parameters and compute nothing.
 
-    ``groups``: the modules of each, which are called in this order, and the places of its parameters. The
-    first module of a group reads them all.
+    Modules are called in the order of ``groups``; the first one of a group reads all its parameters.
     """
-    sites: Sites = []
+    sites: list[Site] = []
     blocks: list[Any] = []
-    for modules, own in groups:
-        if root in modules:
+    for group in groups:
+        own = [site for param in group.shards.params for site in param.sites]
+        if root in group.modules:
             sites = own
             continue
-        for module in modules:
+        for module in group.modules:
             blocks.append(module)
-            blocks[-1].forward = partial(_read, own if module is modules[0] else [])
+            blocks[-1].forward = partial(_read, own if module is group.modules[0] else [])
 
     def forward(x: Tensor) -> Tensor:
         x = _read(sites, x)
@@ -105,5 +99,5 @@ def without_computation(root: nn.Module, groups: Sequence[tuple[Sequence[nn.Modu
     root.forward = forward  # type: ignore[method-assign]
 
 
-def _read(sites: Sites, x: Tensor) -> Tensor:
-    return _Reading.apply(x, *(getattr(module, name) for module, name in sites))
+def _read(sites: Sequence[Site], x: Tensor) -> Tensor:
+    return _Reading.apply(x, *(getattr(site.module, site.name) for site in sites))

@@ -79,12 +79,7 @@ class SilentGroup(c10d.PythonGroup):
 
 @contextmanager
 def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
-    """Inside, this thread is rank 0 of a world that is not there; gives its mesh.
-
-    Args:
-        shape: the sizes of the mesh dimensions, by their names.
-        sent: told of each collective.
-    """
+    """Inside, this thread is rank 0 of a world that is not there; gives its mesh, of sizes by names."""
     sizes = torch.Size(shape.values())
     # DTensor takes equal meshes for the same: the process groups of this world are not those of another.
     with c10d.own_world(), ExitStack() as stack:

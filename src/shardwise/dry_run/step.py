@@ -6,8 +6,7 @@ what is kept from step to step knows of the optimizer.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,10 +32,9 @@ from shardwise.dry_run.memory_log import (
     RecordingMode,
     moments,
 )
-from shardwise.dry_run.optimizers import Several
-from shardwise.engine.module_state import ModuleState, sharded_module_states
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.group import ParameterGroup
-from shardwise.torch_compat import dtensor, pytree, tensor_impl
+from shardwise.torch_compat import dtensor, tensor_impl
 
 Call = Callable[[nn.Module], Tensor]
 """Runs a model's forward on a fake batch; returns its loss."""
@@ -44,20 +42,22 @@ Call = Callable[[nn.Module], Tensor]
 PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class DryRunPlan:
-    """What is to be run.
+Optimizers = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
+"""Makes what steps a list of parameters."""
 
-    ``shape``: the mesh, sizes of its dimensions by name. ``shard`` shards the model over that mesh. ``call``
-    runs forward; None: no computation, so that no activations are known. ``optimizer`` makes the optimizer of
-    a list of parameters. ``on_host``: communication is gloo's, of training on the host.
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained.
+
+    ``call`` makes what runs forward; None: no computation, so that no activations are known. ``on_host``:
+    communication is gloo's, of training on the host.
     """
 
-    shape: dict[str, int]
-    shard: Callable[[nn.Module, DeviceMesh], Any]
-    optimizer: Callable[[list[nn.Parameter]], Several]
-    call: Callable[[], Call] | None = None
-    on_host: bool = False
+    model: nn.Module
+    call: Callable[[], Call] | None
+    optimizers: Optimizers
+    on_host: bool
 
 
 @dataclass
@@ -86,10 +86,8 @@ class Step:
         """The moment of a phase at which most is in memory."""
         begin, end = self.phase(name)
         before = [moment for moment in self.timeline if moment.time <= begin][-1:]
-        return max(
-            [*before, *(moment for moment in self.timeline if begin < moment.time <= end)],
-            key=lambda moment: moment.num_bytes,
-        )
+        inside = [moment for moment in self.timeline if begin < moment.time <= end]
+        return max([*before, *inside], key=lambda moment: moment.num_bytes)
 
     def highest(self) -> tuple[Moment, str]:
         """The moment at which most is in memory, and in which phase, of which group, that is."""
@@ -121,51 +119,53 @@ class Step:
         return inside[-1].removeprefix("forward ").removeprefix("backward ") if inside else ""
 
 
-def dry_run(model: nn.Module, plan: DryRunPlan) -> Step:
-    """Shard a copy of ``model`` that takes no memory, and run a step of it."""
-    log, sent, model = MemoryLog(), Counter[str](), meta_copy(model)
+def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Module, DeviceMesh], Any]) -> Step:
+    """Have ``shard`` shard a copy of the model that takes no memory, and run a step of it.
+
+    ``shape``: of the mesh, sizes of its dimensions by name.
+    """
+    log, sent, model = MemoryLog(), Counter[str](), meta_copy(training.model)
 
     def tell(dimension: str, num_bytes: int, tensors: Sequence[Tensor]) -> None:
         log.look()
         sent[dimension] += num_bytes
         log.set_kind(tensors, COMMUNICATION)
 
-    with fake_world(plan.shape, tell) as mesh, _as_in_training():
-        plan.shard(model, mesh)
+    with (  # whatever the caller has switched on or off
+        fake_world(shape, tell) as mesh,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # torch's, about fake tensors
+        shard(model, mesh)
         module_states = sharded_module_states(model)
-        if plan.on_host:
-            _use_gloo([module_state.group for module_state in module_states])
-        if plan.call is None:
-            _compute_nothing(model, module_states)
+        groups = [module_state.group for module_state in module_states]
+        if training.on_host:
+            _use_gloo(groups)
+        if training.call is None:
+            without_computation(model, groups)
+        keeps_after_backward = any(not group.settings.reshard_after_backward for group in groups)
         with tensor_impl.fake_tensors(), RecordingMode(log):
             make_fake(model)
-            step = _Rehearsal(model, module_states, plan, log)
-            for _ in range(1 + step.keeps_after_backward):
+            step = _Rehearsal(model, groups, training, log)
+            for root in dict.fromkeys(module_state.root for module_state in module_states):
+                root.observe(step.observe)
+            for _ in range(1 + keeps_after_backward):
                 step.run()
             log.marks.clear()
             sent.clear()
             step.run()
             log.look()
-    begin = log.marks[0][0]
-    timeline = list(moments(log.allocations, begin, log.now))
-    groups = [module_state.group for module_state in module_states]
     return Step(
-        timeline,
+        list(moments(log.allocations, log.marks[0][0], log.now)),
         log.marks,
         dict(sent),
         [group.name for group in groups],
         max(sum(bucket.flat_shard.bytes.nbytes for bucket in group.buckets) for group in groups),
         any(unsharded.buffer.is_alias for group in groups for unsharded in group.unsharded.buckets),
     )
-
-
-@contextmanager
-def _as_in_training() -> Iterator[None]:
-    """Whatever the caller has switched on or off; without torch's warnings about fake tensors."""
-    grad, device = torch.enable_grad(), torch.device("cpu")
-    with torch.inference_mode(False), grad, device, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
@@ -176,36 +176,22 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
         group.take_stock()
 
 
-def _compute_nothing(model: nn.Module, module_states: Sequence[ModuleState]) -> None:
-    groups = [module_state.group for module_state in module_states]
-    sites = [[(site.module, site.name) for p in g.shards.params for site in p.sites] for g in groups]
-    without_computation(model, [(g.modules, own) for g, own in zip(groups, sites, strict=True)])
-
-
 class _Rehearsal:
     """Runs steps, and tells the log what memory is for."""
 
     def __init__(
-        self, model: nn.Module, module_states: Sequence[ModuleState], plan: DryRunPlan, log: MemoryLog
+        self, model: nn.Module, groups: Sequence[ParameterGroup], training: Training, log: MemoryLog
     ) -> None:
         self._model = model
-        self._groups = {module_state.group.name: module_state.group for module_state in module_states}
+        self._groups = {group.name: group for group in groups}
         self._log = log
         self._watched: set[int] = set()
-        self._call = _without_batch if plan.call is None else plan.call()
+        self._call = _without_batch if training.call is None else training.call()
         self._params = list(dict.fromkeys(model.parameters()))
-        trained = [param for param in self._params if param.requires_grad]
-        self._locals = [nn.Parameter(dtensor.plain(param.detach())) for param in trained]
-        self._trained = trained
-        self._optimizer = plan.optimizer(self._locals)
-        self._told = torch.optim.SGD(trained, lr=0.0)
-        for root in {id(module_state.root): module_state.root for module_state in module_states}.values():
-            root.observe(self._observe)
-
-    @property
-    def keeps_after_backward(self) -> bool:
-        """Whether unsharded parameters are kept until shards change."""
-        return any(not group.settings.reshard_after_backward for group in self._groups.values())
+        self._trained = [param for param in self._params if param.requires_grad]
+        self._locals = [nn.Parameter(dtensor.plain(param.detach())) for param in self._trained]
+        self._optimizers = training.optimizers(self._locals)
+        self._told = torch.optim.SGD(self._trained, lr=0.0)
 
     def run(self) -> None:
         """A step."""
@@ -227,14 +213,16 @@ class _Rehearsal:
         """The optimizer's. It sees this rank's shards as plain tensors: only their sizes matter."""
         for local, param in zip(self._locals, self._trained, strict=True):
             local.grad = None if param.grad is None else dtensor.plain(param.grad)
-        self._optimizer.step()
-        self._log.set_kind(self._optimizer.state(), STATE)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            state = [value for values in optimizer.state.values() for value in values.values()]
+            self._log.set_kind((value for value in state if isinstance(value, Tensor)), STATE)
         for local in self._locals:
             local.grad = None
         self._model.zero_grad()
         self._told.step()  # has no gradients; what is kept unsharded has to know that the shards changed
 
-    def _observe(self, event: str, name: str) -> None:
+    def observe(self, event: str, name: str) -> None:
         """An event of a group: its buffers and gradients can be found now."""
         group = self._groups[name]
         for bucket in group.buckets:
@@ -257,10 +245,3 @@ class _Rehearsal:
 
 def _without_batch(model: nn.Module) -> Tensor:
     return model(torch.zeros(2, requires_grad=True)).sum()
-
-
-def fakes_of(batch: Any) -> Any:
-    """Fake tensors on the host like those in ``batch``, in the same containers; requires fake tensors."""
-    return pytree.tree_map(
-        lambda leaf: torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf, batch
-    )

@@ -5,22 +5,31 @@ This is the one file of the library that imports torch's FSDP, and it does when 
 A name is replaced in the modules of torch that offer it, and in every loaded module that has imported it at
 its top, as whatever it calls it. Modules that are imported later find the replacement in torch. Other modules
 of torch are left alone: they reach into torch's own classes.
+
+What stands under the names meanwhile is neither this library's nor torch's: a module that imported it can be
+told from one that imported shardwise, and gets torch's back. In ``isinstance``, a stand-in stands for the
+classes of both: a framework still recognises a policy of torch's that it was given before.
 """
 
+import functools
 import importlib
+import inspect
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+from torch import nn
+
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
-from shardwise.interop.stand_ins import stand_in_for, summon_stand_in
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.setup.hooks import register_fsdp_forward_method, share_comm_ctx
+from shardwise.state.contexts import unsharded
 
 _log = logging.getLogger("shardwise")
 
@@ -122,10 +131,10 @@ def _make_pairs() -> list[tuple[Any, Any]]:
     from shardwise.interop.pipelines import InstalledStage
 
     there = [(ours, getattr(peer, ours.__name__, None)) for ours in OURS]
-    pairs = [(theirs, stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
+    pairs = [(theirs, _stand_in_for(ours, theirs)) for ours, theirs in there if theirs is not None]
     stage = types.new_class("PipelineStage", (InstalledStage,))  # an object of its own, as all stand-ins
     summon = vars(peer.FullyShardedDataParallel)["summon_full_params"]  # a static method
-    summons = staticmethod(summon_stand_in(summon.__func__))
+    summons = staticmethod(_summon_stand_in(summon.__func__))
     return [*pairs, (pipelining.PipelineStage, stage), (summon, summons)]
 
 
@@ -149,13 +158,60 @@ def _replace(pairs: list[tuple[Any, Any]]) -> dict[str, list[str]]:
 
 def _is_open(module_name: str, module: Any) -> bool:
     """Whether names may be replaced in this module."""
-    if not isinstance(module, types.ModuleType):
-        return False
     package = module_name.partition(".")[0]
-    if package == "torch":
-        return module_name in HOMES
-    return package != "shardwise"
+    is_ours_to_change = module_name in HOMES if package == "torch" else package != "shardwise"
+    return isinstance(module, types.ModuleType) and is_ours_to_change
 
 
 def _told(replaced: dict[str, list[str]]) -> str:
     return "; ".join(f"{module}: {', '.join(sorted(names))}" for module, names in sorted(replaced.items()))
+
+
+# --- what stands there ----------------------------------------------------------------------------
+
+
+class _StandIn(type):
+    """The class of classes that stand for one of this library and its counterpart in torch."""
+
+    stands_for: tuple[type, type]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of this library's class, or of a class that was derived from the stand-in."""
+        if "stands_for" in vars(cls):
+            return cls.stands_for[0](*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if "stands_for" in vars(cls):
+            return isinstance(instance, cls.stands_for)
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if "stands_for" in vars(cls):
+            return super().__subclasscheck__(subclass) or issubclass(subclass, cls.stands_for)
+        return super().__subclasscheck__(subclass)
+
+
+def _stand_in_for(ours: Any, theirs: Any) -> Any:
+    """What stands for ``ours`` in the place of ``theirs``, torch's thing of the same name."""
+    if isinstance(ours, type):
+        body = {"stands_for": (ours, theirs), "__doc__": ours.__doc__, "__module__": theirs.__module__}
+        return _StandIn(ours.__name__, (ours,), body)
+    # A second function of the same code: no frame more in tracebacks, and warnings point to the caller.
+    twin = types.FunctionType(
+        ours.__code__, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__
+    )
+    twin.__kwdefaults__ = ours.__kwdefaults__
+    return functools.update_wrapper(twin, ours)
+
+
+def _summon_stand_in(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """``summon_full_params`` of torch's FSDP1, which would show the shards of this library as they are."""
+
+    @functools.wraps(theirs)
+    def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not sharded_module_states(module):
+            return theirs(module, *args, **kwargs)
+        return unsharded(**inspect.signature(theirs).bind(module, *args, **kwargs).arguments)
+
+    return summon_full_params

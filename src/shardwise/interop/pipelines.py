@@ -63,7 +63,10 @@ class PipelineStage(pipelining.PipelineStage):
             )
         if self.has_backward:
             self._microbatches = microbatches_of(self.submod, self.stage_index)
-            self._microbatches.begin(_parameters_of_no_group(self.submod))
+            states = sharded_module_states(self.submod)
+            sharded = {id(param.sharded) for state in states for param in state.group.shards.params}
+            of_no_group = [param for param in self.submod.parameters() if id(param) not in sharded]
+            self._microbatches.begin(of_no_group)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of the step are over: reduce."""
@@ -194,11 +197,5 @@ def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
         )
     microbatches = root.find(Microbatches)
     if microbatches is None:
-        microbatches = Microbatches(root)
-        root.add(microbatches)
+        root.add(microbatches := Microbatches(root))
     return microbatches
-
-
-def _parameters_of_no_group(module: nn.Module) -> list[nn.Parameter]:
-    sharded = {id(p.sharded) for m in sharded_module_states(module) for p in m.group.shards.params}
-    return [param for param in module.parameters() if id(param) not in sharded]

@@ -2,24 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, shapes_of
+from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
-from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import Call, DryRunPlan, dry_run
+from shardwise.dry_run.step import Training, dry_run
 from shardwise.planning.report import Change, Estimate, StrategyEstimate
 from shardwise.policies import CPUOffloadPolicyLike, MixedPrecisionPolicyLike, OffloadPolicy
 from shardwise.setup.validation import check_offload, check_precision
-from shardwise.strategies import shard_model
 from shardwise.strategies.block_options import ActivationCheckpointing, modules_to_checkpoint
 from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
 from shardwise.strategies.overrides import offload_named, precision_named
+from shardwise.strategies.shard_model import shard_copies
 from shardwise.strategies.wrap_policies import Wrap, as_policy
 from shardwise.strategies.wrapping import chosen
 
@@ -102,9 +99,9 @@ def estimate(
         raise ValueError(
             "estimate: activation_checkpointing needs a batch: without one no activations are counted."
         )
-    if is_checkpointed:
-        blocks = chosen(as_policy(wrap), model, frozenset())
-        modules_to_checkpoint("estimate", activation_checkpointing, model, blocks)
+    blocks = chosen(as_policy(wrap), model, frozenset())
+    wanted = activation_checkpointing if is_checkpointed else bool(blocks and batch is not None)
+    checkpointed = modules_to_checkpoint("estimate", wanted, model, blocks)
     is_offloaded = check_offload(offload_named("estimate", offload_policy))
     if is_offloaded and device == "cpu":
         raise ValueError(
@@ -115,35 +112,27 @@ def estimate(
     check_precision(precision)
     sizes, limit = _world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = _strategies_for(strategy, sizes)
-    options = _Options(
-        model,
-        None if batch is None else call_on("estimate", "batch", batch, loss),
+    runs = _Runs(
+        training_of("estimate", model, "batch", batch, loss, optimizer, on_host=device == "cpu"),
+        blocks,
+        checkpointed,
         precision,
         is_offloaded,
-        optimizer_named("estimate", optimizer, is_foreach=device == "cuda"),
-        wrap,
-        activation_checkpointing if is_checkpointed else _of_blocks(model, wrap, batch),
-        on_host=device == "cpu",
-        progress=_Progress(progress),
+        progress or (lambda done, total, name: None),
     )
     choices = [is_checkpointed]
-    if activation_checkpointing is None and options.checkpointing is not None:
+    if activation_checkpointing is None and checkpointed:
         choices = [False, True]
-    options.progress.total = len(strategies) * len(choices)
-    rows = tuple(options.run(name, sizes, choice) for name in strategies for choice in choices)
+    runs.total = len(strategies) * len(choices)
+    rows = tuple(runs.run(name, sizes, choice) for name in strategies for choice in choices)
     numel = sum(param.numel() for param in model.parameters())
     ranks = f"{'x'.join(map(str, sizes))} rank{'s' * (sizes != (1,))}"
     told = "no batch" if batch is None else f"batch {batch if isinstance(batch, str) else shapes_of(batch)}"
     found = Estimate(f"{type(model).__name__}, {ranks}, {told}", numel, rows, limit)
     if limit is not None and not found.fitting():
-        found = replace(found, changes=tuple(_changes(options, found, sizes, limit)))
-    options.progress.end()
+        found = replace(found, changes=tuple(_changes(runs, found, sizes, limit)))
+    runs.tell(runs.done, runs.done, "")
     return found
-
-
-def _of_blocks(model: nn.Module, wrap: Any, batch: Any) -> bool | None:
-    """Activation checkpointing of the blocks, if there are any, and activations to count."""
-    return True if batch is not None and chosen(as_policy(wrap), model, frozenset()) else None
 
 
 # --- the world and its strategies -----------------------------------------------------------------
@@ -183,77 +172,45 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
     return names
 
 
-def _mesh_shape(strategy: str, sizes: tuple[int, ...]) -> dict[str, int]:
-    """The sizes of the mesh dimensions of a strategy, by their names."""
-    roles = STRATEGIES[strategy].roles
-    if len(roles) == 2:
-        return dict(zip(roles, sizes, strict=True))
-    return {roles[0]: torch.Size(sizes).numel()}
-
-
 # --- dry runs -------------------------------------------------------------------------------------
 
 
-class _Progress:
-    """Tells how many dry runs are over."""
+@dataclass
+class _Runs:
+    """Dry runs of a model, of which ``done`` are over. ``checkpointed``: where some of them checkpoint."""
 
-    def __init__(self, tell: Callable[[int, int, str], Any] | None) -> None:
-        self.total = 0
-        self._tell = tell
-        self._done = -1
-
-    def begin(self, name: str) -> None:
-        """A dry run begins."""
-        self._done += 1
-        if self._tell is not None:
-            self._tell(self._done, max(self.total, self._done + 1), name)
-
-    def end(self) -> None:
-        """All are over."""
-        if self._tell is not None:
-            self._tell(self._done + 1, self._done + 1, "")
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What all rows have in common."""
-
-    model: nn.Module
-    call: Callable[[], Call] | None
+    training: Training
+    blocks: list[nn.Module]
+    checkpointed: list[nn.Module]
     mp_policy: Any
     is_offloaded: bool
-    optimizer: Callable[[list[nn.Parameter]], Several]
-    wrap: Any
-    checkpointing: Any  # None: there is nothing to checkpoint
-    on_host: bool
-    progress: "_Progress"
+    tell: Callable[[int, int, str], Any]
+    total: int = 0
+    done: int = 0
 
-    def run(self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool) -> StrategyEstimate:
-        """The figures of one strategy."""
-        self.progress.begin(strategy + (" with checkpointing" if is_checkpointed else ""))
-        shape = _mesh_shape(strategy, sizes)
-        shard = partial(self._shard, strategy, self.checkpointing if is_checkpointed else False)
-        plan = DryRunPlan(shape, shard, self.optimizer, self.call, self.on_host)
-        step = dry_run(self.model, plan)
-        has_batch = self.call is not None
-        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
-
-    def _shard(self, strategy: Any, checkpointing: Any, model: nn.Module, mesh: DeviceMesh) -> None:
-        shard_model(
-            model,
-            strategy=strategy,
-            wrap=self.wrap,
-            mesh=mesh,
-            mp_policy=self.mp_policy,
-            activation_checkpointing=checkpointing,
-            check_equal_weights=False,
+    def run(
+        self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool, mp_policy: Any = None
+    ) -> StrategyEstimate:
+        """The figures of one strategy; with ``mp_policy`` in place of the caller's."""
+        name = strategy + (" with checkpointing" if is_checkpointed else "")
+        self.tell(self.done, max(self.total, self.done + 1), name)
+        again, options = (
+            self.checkpointed if is_checkpointed else [],
+            {"mp_policy": mp_policy or self.mp_policy},
         )
+        shard = shard_copies(self.training.model, self.blocks, again, options)
+        roles = STRATEGIES[strategy].roles
+        shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
+        step = dry_run(self.training, shape, lambda copy, mesh: shard(copy, mesh, strategy, {}))
+        self.done += 1
+        has_batch = self.training.call is not None
+        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
 
 
 # --- what would have to change --------------------------------------------------------------------
 
 
-def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: int) -> list[Change]:
+def _changes(runs: _Runs, found: Estimate, sizes: tuple[int, ...], limit: int) -> list[Change]:
     """What would lower the peak of the row that takes least, from the smallest peak on.
 
     Each is run, except offloading: its step is that of the row, without what would be in host memory.
@@ -262,21 +219,21 @@ def _changes(options: _Options, found: Estimate, sizes: tuple[int, ...], limit: 
     name, is_checkpointed = least.strategy, least.is_checkpointed
     tried = {row.strategy for row in found.rows}
     peaks = {
-        f"strategy {other}": options.run(other, sizes, is_checkpointed).peak.num_bytes
+        f"strategy {other}": runs.run(other, sizes, is_checkpointed).peak.num_bytes
         for other in _strategies_for(None, sizes)
         if other not in tried
     }
-    if options.checkpointing is not None and not any(row.is_checkpointed for row in found.rows):
-        peaks["activation checkpointing"] = options.run(name, sizes, True).peak.num_bytes
-    if options.mp_policy is None and any(p.dtype is torch.float32 for p in options.model.parameters()):
-        in_bf16 = replace(options, mp_policy=precision_named("estimate", "bf16"))
-        peaks["computing in bf16"] = in_bf16.run(name, sizes, is_checkpointed).peak.num_bytes
-    if not (options.is_offloaded or options.on_host):
+    if runs.checkpointed and not any(row.is_checkpointed for row in found.rows):
+        peaks["activation checkpointing"] = runs.run(name, sizes, True).peak.num_bytes
+    if runs.mp_policy is None and any(p.dtype is torch.float32 for p in runs.training.model.parameters()):
+        in_bf16 = runs.run(name, sizes, is_checkpointed, precision_named("estimate", "bf16"))
+        peaks["computing in bf16"] = in_bf16.peak.num_bytes
+    if not (runs.is_offloaded or runs.training.on_host):
         highest, _ = least.step.with_host_shards().highest()
         peaks["shards, gradients and optimizer in host memory"] = highest.num_bytes
     more = _more_ranks(least, sizes, limit)
     if more is not None:
-        peaks[f"{torch.Size(more).numel()} ranks"] = options.run(name, more, is_checkpointed).peak.num_bytes
+        peaks[f"{torch.Size(more).numel()} ranks"] = runs.run(name, more, is_checkpointed).peak.num_bytes
     changes = [Change(what, peak, peak <= limit) for what, peak in peaks.items()]
     return sorted((c for c in changes if c.num_bytes < least.peak.num_bytes), key=lambda c: c.num_bytes)
 

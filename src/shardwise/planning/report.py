@@ -64,9 +64,8 @@ class StrategyEstimate:
         """The highest of the peaks."""
         return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         strategy: str,
         mesh: dict[str, int],
         is_checkpointed: bool,
@@ -85,7 +84,7 @@ class StrategyEstimate:
         def most(kind: str) -> int:
             return max(moment.by_kind[kind] for moment in step.timeline)
 
-        return cls(
+        return StrategyEstimate(
             strategy,
             mesh,
             is_checkpointed,
@@ -191,17 +190,19 @@ class Estimate:
         head += ["fits"] * (self.memory is not None)
         cells = []
         for row in self.rows:
-            line = [f"{row.strategy} {'x'.join(map(str, row.mesh.values()))}"]
-            line += ["yes" if row.is_checkpointed else "no"]
-            line += map(shown, (row.parameters, row.gradients, row.optimizer_state, row.unsharded))
-            line += [shown(row.activations), *(shown(row.peaks[phase].num_bytes) for phase in PHASES)]
-            line += [
-                row.step.highest()[1],
-                ", ".join(f"{name} {shown(n)}" for name, n in row.sent.items()) or "-",
-            ]
-            if self.memory is not None:
-                line += ["yes" if row.peak.num_bytes <= self.memory else "no"]
-            cells.append(line)
+            held = row.parameters, row.gradients, row.optimizer_state, row.unsharded, row.activations
+            sent = ", ".join(f"{name} {shown(n)}" for name, n in row.sent.items()) or "-"
+            fits = [] if self.memory is None else ["yes" if row.peak.num_bytes <= self.memory else "no"]
+            cells.append(
+                [
+                    f"{row.strategy} {'x'.join(map(str, row.mesh.values()))}",
+                    "yes" if row.is_checkpointed else "no",
+                    *map(shown, (*held, *(row.peaks[phase].num_bytes for phase in PHASES))),
+                    row.step.highest()[1],
+                    sent,
+                    *fits,
+                ]
+            )
         top = f"{self.model}: {self.num_parameters:,} parameters; {unit} on each rank"
         if any(row.is_offloaded for row in self.rows):
             top += "; parameters, gradients and state are in host memory"

@@ -11,8 +11,9 @@ those that are kept since backward frees them first: while it runs, gradients ta
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from operator import attrgetter
 from typing import Any
 
@@ -20,19 +21,127 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.dry_run.arguments import call_on, check_model, memory_in_bytes, shapes_of
-from shardwise.dry_run.optimizers import Several, optimizer_named
-from shardwise.dry_run.step import Call, DryRunPlan, dry_run
+from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
+from shardwise.dry_run.step import Step, dry_run
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
+from shardwise.layout.text_tables import ruled, unit_for
 from shardwise.ranks.agreement import run_on_all_ranks
-from shardwise.strategies.choice import Choice, Trial, message_that_nothing_fits, overrides_for
 from shardwise.strategies.meshes import STRATEGIES, ranks_per_host
+from shardwise.strategies.module_trees import range_of_names
 from shardwise.strategies.overrides import Overrides
 
 _log = logging.getLogger(__name__)
+CHOICE = "_shardwise_choice"
+"""Where the dict of the module that was sharded has its ``Choice``, for ``explain``."""
 
 Shard = Callable[[nn.Module, DeviceMesh, str, Overrides], Any]
 """Shards a copy of the model over a mesh by the strategy of this name, with these overrides."""
+
+
+# --- what was tried and chosen --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A strategy that was run on fake tensors, or for which that was not needed.
+
+    Attributes:
+        kept: the groups that it keeps unsharded from forward to backward though its name does not say so, in
+            the order of forward; each by the names of its modules.
+        num_bytes: the highest peak of a step on a rank; if it was not run, of parameters alone.
+        where: in which phase and group that is; empty if it was not run.
+        sent, exposed: bytes that a rank sends in a step, and those that count; see :func:`shard_model`.
+        order: all groups but the root's, in the order of forward.
+    """
+
+    strategy: str
+    kept: tuple[tuple[str, ...], ...]
+    num_bytes: int
+    where: str = ""
+    sent: int = 0
+    exposed: int = 0
+    order: tuple[tuple[str, ...], ...] = ()
+
+    @staticmethod
+    def of(strategy: str, kept: tuple[tuple[str, ...], ...], shape: dict[str, int], step: Step) -> "Trial":
+        """The figures of a step."""
+        peak, where = step.highest()
+        begin, end = step.phase("forward")
+        told = (mark for time, mark in step.marks if begin <= time <= end and mark.startswith("forward "))
+        inner = dict.fromkeys(mark.removeprefix("forward ") for mark in told)
+        inner.pop(step.groups[0], None)
+        sent = sum(step.sent.values())
+        return Trial(
+            strategy,
+            kept,
+            peak.num_bytes,
+            where,
+            sent=sent,
+            # Of two dimensions, what a host sends to others counts.
+            exposed=sent if len(shape) == 1 else step.sent.get("replicate", 0) * shape["shard"],
+            order=tuple(tuple(name.split(", ")) for name in inner),
+        )
+
+    def __str__(self) -> str:
+        if not self.kept:
+            return self.strategy
+        shown = range_of_names([name for group in self.kept for name in group])
+        return f"{self.strategy}, {shown} kept until backward"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, of what, and what the figures are for.
+
+    ``trials`` are in the order in which they were tried. ``memory``: of a rank, in bytes; ``usable``: how
+    much of it may be used. ``assumptions``: the optimizer and the batch, in words.
+    """
+
+    trial: Trial
+    trials: tuple[Trial, ...]
+    memory: int
+    usable: int
+    assumptions: str
+
+    @property
+    def overrides(self) -> Overrides:
+        """As ``shard_model`` takes them."""
+        return overrides_for(self.trial.kept)
+
+    def __str__(self) -> str:
+        unit, size = unit_for(self.memory)
+        return (
+            f'strategy "auto" chose {self.trial}: it exposes the fewest bytes of what fits in '
+            f"{self.memory / size:,.2f} {unit}, of which a tenth stays free"
+        )
+
+    def table(self) -> Iterator[str]:
+        """The choice, what was tried, and what was assumed, as lines."""
+        yield f"{self}."
+        yield from _table(self.trials, self.usable)
+        yield f"Assumed: {self.assumptions}."
+
+
+def overrides_for(kept: Iterable[tuple[str, ...]]) -> Overrides:
+    """What keeps these groups unsharded from forward to backward, as ``shard_model`` takes it."""
+    return {escape(name): {"reshard_after_forward": False} for group in kept for name in group}
+
+
+def _table(trials: Sequence[Trial], usable: int) -> list[str]:
+    unit, size = unit_for(max(usable, *(trial.num_bytes for trial in trials)))
+    cells = [["tried", f"peak, {unit}", "in", f"exposed, {unit}", f"sent, {unit}", "fits"]]
+    for trial in trials:
+        peak = f"{trial.num_bytes / size:,.2f}"
+        fits = "yes" if trial.num_bytes <= usable else "no"
+        if trial.where:
+            numbers = f"{trial.exposed / size:,.2f}", f"{trial.sent / size:,.2f}"
+            cells.append([str(trial), peak, trial.where, *numbers, fits])
+        else:
+            cells.append([str(trial), f"> {peak}", "parameters alone", "", "", fits])
+    return ruled(cells, right=(1, 3, 4))
+
+
+# --- the search -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,11 +184,11 @@ def choose(
     same = {"memory": options.memory, 'what strategy="auto" assumes': options.assumptions}
     run_on_all_ranks(axes, device, lambda: _check(model, options), caller="shard_model", same=same)
     shapes = _shapes(resolved, mesh, dims)
-    choice = run_on_all_ranks(
-        axes,
-        device,
-        lambda: Search(model, options, shapes, param_dtype, device.type == "cpu", shard).run(),
-    )
+
+    def search() -> Choice:
+        return Search(model, options, shapes, param_dtype, device.type == "cpu", shard).run()
+
+    choice = run_on_all_ranks(axes, device, search)
     # A difference would have them make different meshes, and wait for each other for ever.
     same = {'the choice of strategy="auto"': str(choice.trial)}
     run_on_all_ranks(axes, device, lambda: None, caller="shard_model", same=same)
@@ -88,10 +197,11 @@ def choose(
 
 
 def _check(model: nn.Module, options: AutoOptions) -> None:
-    for name, example in (
-        ("memory", 'memory="80GB", what a rank has'),
-        ("sample", "sample=batch, what forward takes on a rank"),
-    ):
+    needed = {
+        "memory": 'memory="80GB", what a rank has',
+        "sample": "sample=batch, what forward takes on a rank",
+    }
+    for name, example in needed.items():
         if getattr(options, name) is None:
             raise ValueError(
                 f'shard_model: strategy="auto" chooses what fits in memory, and {name} is missing. Pass '
@@ -142,13 +252,17 @@ class Search:
         on_host: bool,
         shard: Shard,
     ) -> None:
-        self._model, self._options, self._shapes, self._shard = model, options, shapes, shard
-        self._on_host = on_host
+        self._options, self._shapes, self._shard = options, shapes, shard
         self._memory = memory_in_bytes("shard_model", options.memory)
         self._usable = self._memory * 9 // 10
-        self._call: Callable[[], Call] = call_on("shard_model", "sample", options.sample, options.loss)
-        self._optimizer: Callable[[list[nn.Parameter]], Several] = optimizer_named(
-            "shard_model", options.optimizer or "adamw", is_foreach=not on_host
+        self._training = training_of(
+            "shard_model",
+            model,
+            "sample",
+            options.sample,
+            options.loss,
+            options.optimizer or "adamw",
+            on_host,
         )
         self._whole = sum(
             param.numel() * min(param.itemsize, getattr(param_dtype, "itemsize", param.itemsize))
@@ -157,15 +271,23 @@ class Search:
 
     def run(self) -> Choice:
         """The choice."""
-        trials = list(self._trials())
+        trials = tuple(self._trials())
         fitting = [trial for trial in trials if self._fits(trial)]
-        if not fitting:
-            raise ValueError(
-                message_that_nothing_fits(
-                    trials, self._options.memory, self._usable, self._options.assumptions
-                )
-            )
-        return Choice(_best(fitting), tuple(trials), self._memory, self._usable, self._options.assumptions)
+        assumed = self._options.assumptions
+        if fitting:
+            return Choice(_best(fitting), trials, self._memory, self._usable, assumed)
+        least = min((trial for trial in trials if trial.where), key=lambda trial: trial.num_bytes)
+        unit, size = unit_for(least.num_bytes)
+        peak, missing = (f"{n / size:,.2f} {unit}" for n in (least.num_bytes, least.num_bytes - self._usable))
+        table = "\n".join(_table(trials, self._usable))
+        raise ValueError(
+            f'shard_model: strategy "auto" finds nothing that fits in memory={self._options.memory!r}, of '
+            f"which a tenth stays free: {least} needs least, {peak} at its peak ({least.where}), {missing} "
+            f"too much. memory={-(-least.num_bytes * 10 // 9)} would be enough. Else: more ranks to shard "
+            "over, activation_checkpointing=True, a smaller batch, smaller groups (wrap=), or computing in "
+            'bfloat16 (mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.\n'
+            f"{table}\nAssumed: {assumed}."
+        )
 
     def _fits(self, trial: Trial) -> bool:
         return trial.num_bytes <= self._usable
@@ -189,9 +311,8 @@ class Search:
         groups = plain.order
         fits, too_many = 0, len(groups)  # all of them would be what did not fit before
         spare, of_group = self._usable - plain.num_bytes, max(1, self._whole // max(1, len(groups)))
-        guesses = iter(
-            [1 + spare // of_group, 2 + spare // of_group]
-        )  # of equal groups, the last is kept anyhow
+        # Of equal groups, the last is kept anyhow.
+        guesses = iter([1 + spare // of_group, 2 + spare // of_group])
         while too_many - fits > 1:
             count = next(guesses, 0)
             if not fits < count < too_many:
@@ -211,8 +332,7 @@ class Search:
         def shard(copy: nn.Module, mesh: DeviceMesh) -> None:
             self._shard(copy, mesh, strategy, overrides)
 
-        plan = DryRunPlan(shape, shard, self._optimizer, self._call, on_host=self._on_host)
-        return Trial.of(strategy, kept, shape, dry_run(self._model, plan))
+        return Trial.of(strategy, kept, shape, dry_run(self._training, shape, shard))
 
 
 def _best(trials: Sequence[Trial]) -> Trial:

@@ -36,8 +36,9 @@ def modules_to_checkpoint(
     is_meant = _meaning(caller, wanted, blocks)
     found = [module for module in inside if owner_of(module) is None and is_meant(module)]
     if not found:
+        text = repr(wanted) if isinstance(wanted, (bool, str)) else describe(wanted)
         raise ValueError(
-            f"{caller}: activation_checkpointing={_text(wanted)} chooses no module inside the "
+            f"{caller}: activation_checkpointing={text} chooses no module inside the "
             f"{type(model).__name__}. Pass the class of its blocks, a set of classes, or a function of a "
             "module."
         )
@@ -54,19 +55,15 @@ def modules_to_checkpoint(
 def _meaning(caller: str, wanted: Any, blocks: Sequence[nn.Module]) -> Callable[[nn.Module], Any]:
     if wanted is True or wanted == "blocks":
         return set(blocks).__contains__
-    classes = wanted if isinstance(wanted, (Set, list, tuple)) else (wanted,)
+    classes = tuple(wanted) if isinstance(wanted, (Set, list, tuple)) else (wanted,)
     if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
-        return lambda module: isinstance(uncompiled(module), tuple(classes))
+        return lambda module: isinstance(uncompiled(module), classes)
     if callable(wanted) and not isinstance(wanted, (type, nn.Module)):
         return wanted  # type: ignore[no-any-return]
     raise TypeError(
         f"{caller}: activation_checkpointing is {describe(wanted)}. Pass True or 'blocks' for the modules "
         "that become groups, a module class or a set of them, a function of a module, or False."
     )
-
-
-def _text(wanted: Any) -> str:
-    return repr(wanted) if isinstance(wanted, (bool, str)) else describe(wanted)
 
 
 # --- what is done to them -------------------------------------------------------------------------
@@ -96,22 +93,17 @@ def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:
     """The options of torch.compile that ``compile=wanted`` means; None: do not compile."""
     if wanted is False:
         return None
-    if wanted is True or isinstance(wanted, Mapping):
-        options = {} if wanted is True else dict(wanted)
-        try:
-            torch.compile(nn.Identity(), **options)  # which looks at names, and compiles nothing yet
-        except Exception as error:
-            raise ValueError(f"{caller}: torch.compile refuses compile={wanted!r}: {error}") from error
-        return options
-    raise TypeError(
-        f"{caller}: compile is {describe(wanted)}. Pass True, a dict of options of torch.compile, or False."
-    )
-
-
-def compile_modules(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Compile each module in place, at its first call."""
-    for module in modules:
-        module.compile(**options)
+    if wanted is not True and not isinstance(wanted, Mapping):
+        raise TypeError(
+            f"{caller}: compile is {describe(wanted)}. Pass True, a dict of options of torch.compile, or "
+            "False."
+        )
+    options = {} if wanted is True else dict(wanted)
+    try:
+        torch.compile(nn.Identity(), **options)  # which looks at names, and compiles nothing yet
+    except Exception as error:
+        raise ValueError(f"{caller}: torch.compile refuses compile={wanted!r}: {error}") from error
+    return options
 
 
 # --- what explain shows ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.comm.communicators import unless_alone
 from shardwise.comm.custom import HookedCollectives
 from shardwise.comm.quantized import LowPrecisionCollectives, QuantizedCollectives
-from shardwise.engine.module_state import ModuleState, states_to_use
+from shardwise.engine.module_state import states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.fqns import listed
@@ -71,15 +71,14 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
     choices = [[make(bucket, m.group) for bucket in m.group.buckets] for m in module_states]
     is_ready_made = isinstance(hook, (LowPrecisionReduction, QuantizedReduction))
     for module_state in module_states:
-        _check_group(module_state, divides_as_usual=is_ready_made)
+        _check_group(module_state.group, divides_as_usual=is_ready_made)
     for module_state in module_states:
         module_state.root.hand_over(module_state.group, _NAME)
     for module_state, own in zip(module_states, choices, strict=True):
-        for bucket, choice in zip(module_state.group.buckets, own, strict=True):
-            module_state.group.replan(partial(Bucket.communicate, **choice), bucket)
-        module_state.group.choices.add(_NAME)
-        if is_ready_made:
-            module_state.group.choices.add(repr(hook))
+        group = module_state.group
+        for bucket, choice in zip(group.buckets, own, strict=True):
+            group.replan(partial(Bucket.communicate, **choice), bucket)
+        group.choices |= {_NAME, *([repr(hook)] if is_ready_made else [])}
         module_state.root.start_over()
 
 
@@ -123,8 +122,7 @@ def _callers_hook(
     return {"make_reduce_scatter" if shards else "make_all_reduce": make}
 
 
-def _check_group(module_state: ModuleState, divides_as_usual: bool) -> None:
-    group = module_state.group
+def _check_group(group: ParameterGroup, divides_as_usual: bool) -> None:
     if _NAME in group.choices:
         raise RuntimeError(
             f"{_NAME}: {group.name} has a hook already, and there can be one only: two would both reduce its "

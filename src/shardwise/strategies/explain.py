@@ -3,20 +3,19 @@
 Reads what the groups know: starts nothing, unshards nothing, communicates nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.buckets.bucket import Bucket
 from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.layout.fqns import joined, listed, names_in
 from shardwise.layout.mesh import ShardMesh
 from shardwise.layout.text_tables import ruled
 from shardwise.setup.validation import class_name
+from shardwise.strategies.auto import CHOICE
 from shardwise.strategies.block_options import done_lines
-from shardwise.strategies.choice import remembered
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
 
@@ -64,36 +63,36 @@ def explain(model: nn.Module) -> str:
         print(explain(shard_model(model)))
     """
     rows = list(_rows(model, states_to_use("explain", model)))
-    decimals = 1 if sum(_unsharded_bytes(row.group) for row in rows) >= 10e6 else 4
+    sizes = [_sizes(group) for _, group in rows]
+    total = [sum(column) for column in zip(*sizes, strict=True)]
+    decimals = 1 if total[1] >= 10e6 else 4
 
-    def megabytes(num_bytes: int) -> str:
-        return f"{num_bytes / 1e6:,.{decimals}f}"
+    def shown(numel: int, *num_bytes: int) -> list[str]:
+        return [f"{numel:,}", *(f"{each / 1e6:,.{decimals}f}" for each in num_bytes)]
 
-    cells = [_HEADER, *(_cells(row, megabytes) for row in rows), _total(rows, megabytes)]
-    lines = ruled(cells, right=_ALIGNED_RIGHT, has_total=True)
-    choice = remembered(model)
+    cells = [["group", "class", "strategy", "mesh", "parameters", "MB unsharded", "MB per rank", "dtype"]]
+    for (name, group), own in zip(rows, sizes, strict=True):
+        cells.append([name, _classes(group), _strategy(group), _mesh(group), *shown(*own), _dtypes(group)])
+    cells.append(["total", f"{len(rows)} group{'s' * (len(rows) > 1)}", "", "", *shown(*total), ""])
+    lines = ruled(cells, right=(4, 5, 6), has_total=True)
+    left = _not_managed(model, [group for _, group in rows])
+    if left:
+        numel = sum(param.numel() for param in left)
+        number, megabytes = shown(numel, sum(param.numel() * param.element_size() for param in left))
+        what = f"{number} parameter{'s' * (numel != 1)}, {megabytes} MB"
+        lines.append(f"not managed: {what} ({listed(left.values(), 4)})")
+    choice = model.__dict__.get(CHOICE)
     chosen = [] if choice is None else ["", *choice.table()]
-    left = _not_managed(model, rows, megabytes)
-    return "\n".join([*lines, *left, *done_lines(model), *chosen, *_traced(rows)])
+    return "\n".join([*lines, *done_lines(model), *chosen, *_traced(rows)])
 
 
-# --- which groups, in which order -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    depth: int
-    group: ParameterGroup
-
-
-def _rows(model: nn.Module, module_states: Sequence[ModuleState]) -> Iterator[_Row]:
-    """The groups, each before those inside it; modules of a group stand together."""
+def _rows(model: nn.Module, module_states: Sequence[ModuleState]) -> Iterator[tuple[str, ParameterGroup]]:
+    """Names, indented, and groups, each before those inside it; modules of a group stand together."""
     groups = {m: module_state.group for module_state in module_states for m in module_state.group.modules}
     names = names_in(model)
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, depth: int) -> Iterator[_Row]:
+    def visit(module: nn.Module, depth: int) -> Iterator[tuple[str, ParameterGroup]]:
         if module in seen:
             return
         group = groups.get(module)
@@ -103,7 +102,7 @@ def _rows(model: nn.Module, module_states: Sequence[ModuleState]) -> Iterator[_R
             # Else its groups do not know their whole names.
             is_named = is_sharded(model)
             found = group.name.split(", ") if is_named else [names[m] for m in together]
-            yield _Row(range_of_names(found), depth, group)
+            yield "  " * depth + range_of_names(found), group
         for each in together:
             for child in each.children():
                 yield from visit(child, depth + (group is not None))
@@ -113,43 +112,16 @@ def _rows(model: nn.Module, module_states: Sequence[ModuleState]) -> Iterator[_R
 
 # --- cells ----------------------------------------------------------------------------------------
 
-_HEADER = ["group", "class", "strategy", "mesh", "parameters", "MB unsharded", "MB per rank", "dtype"]
-_ALIGNED_RIGHT = (4, 5, 6)
 
-Megabytes = Callable[[int], str]
-
-
-def _cells(row: _Row, megabytes: Megabytes) -> list[str]:
-    group = row.group
-    return [
-        "  " * row.depth + row.name,
-        _classes(group),
-        _strategy(group),
-        ", ".join(dict.fromkeys(map(_mesh, group.buckets))) or _axes(group.mesh),
-        f"{_numel(group):,}",
-        megabytes(_unsharded_bytes(group)),
-        megabytes(_stored_bytes(group)),
-        "; ".join(dict.fromkeys(dtype for bucket in group.buckets for dtype in _dtypes(bucket))),
-    ]
-
-
-def _total(rows: list[_Row], megabytes: Megabytes) -> list[str]:
-    groups = [row.group for row in rows]
-    return [
-        "total",
-        f"{len(groups)} group{'s' * (len(groups) > 1)}",
-        "",
-        "",
-        f"{sum(map(_numel, groups)):,}",
-        megabytes(sum(map(_unsharded_bytes, groups))),
-        megabytes(sum(map(_stored_bytes, groups))),
-        "",
-    ]
+def _sizes(group: ParameterGroup) -> tuple[int, int, int]:
+    """Elements over all ranks, bytes of unsharded parameters, bytes that a rank stores."""
+    numel = sum(param.sharded.numel() for param in group.shards.params)
+    unsharded = sum(bucket.computed.unsharded_bytes for bucket in group.buckets)
+    return numel, unsharded, sum(bucket.stored.shard_bytes for bucket in group.buckets)
 
 
 def _classes(group: ParameterGroup) -> str:
-    names = [class_name(module) for module in group.modules]
-    counts = {name: names.count(name) for name in names}
+    counts = Counter(class_name(module) for module in group.modules)
     return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counts.items())
 
 
@@ -167,10 +139,13 @@ def _strategy(group: ParameterGroup) -> str:
     return ("hybrid" if "replicate" in roles else "zero3") + note
 
 
-def _mesh(bucket: Bucket) -> str:
-    own = len(bucket.mesh.roles)
-    has_inner = any(param.sharded.device_mesh.ndim > own for param in bucket.params)  # type: ignore[attr-defined]
-    return _axes(bucket.mesh) + (" x tensor parallel" if has_inner else "")
+def _mesh(group: ParameterGroup) -> str:
+    found = {}
+    for bucket in group.buckets:
+        own = len(bucket.mesh.roles)
+        has_inner = any(param.sharded.device_mesh.ndim > own for param in bucket.params)  # type: ignore[attr-defined]
+        found[_axes(bucket.mesh) + (" x tensor parallel" if has_inner else "")] = bucket
+    return ", ".join(found) or _axes(group.mesh)
 
 
 def _axes(mesh: ShardMesh) -> str:
@@ -178,62 +153,40 @@ def _axes(mesh: ShardMesh) -> str:
     return " x ".join(f"{role} {sizes[role]}" for role in mesh.roles)
 
 
-def _dtypes(bucket: Bucket) -> Iterator[str]:
-    where = f" on {bucket.storage.device.type}" if bucket.is_offloaded else ""
-    for param in bucket.params:
-        stored, computed = param.precision.stored, param.precision.computed
-        text = f"{stored}{where}" + (f" -> {computed}" if computed != stored else "")
-        yield text.replace("torch.", "")
+def _dtypes(group: ParameterGroup) -> str:
+    found = {}
+    for bucket in group.buckets:
+        where = f" on {bucket.storage.device.type}" if bucket.is_offloaded else ""
+        for param in bucket.params:
+            stored, computed = param.precision.stored, param.precision.computed
+            found[f"{stored}{where}" + (f" -> {computed}" if computed != stored else "")] = param
+    return "; ".join(found).replace("torch.", "")
 
 
-def _numel(group: ParameterGroup) -> int:
-    return sum(param.sharded.numel() for param in group.shards.params)
-
-
-def _unsharded_bytes(group: ParameterGroup) -> int:
-    return sum(bucket.computed.unsharded_bytes for bucket in group.buckets)
-
-
-def _stored_bytes(group: ParameterGroup) -> int:
-    return sum(bucket.stored.shard_bytes for bucket in group.buckets)
-
-
-# --- what is left ---------------------------------------------------------------------------------
-
-
-def _not_managed(model: nn.Module, rows: list[_Row], megabytes: Megabytes) -> list[str]:
-    """A line on the parameters of ``model`` that belong to no group."""
-    managed = {(site.module, site.name) for row in rows for p in row.group.shards.params for site in p.sites}
-    managed |= {(tie.site.module, tie.site.name) for row in rows for tie in row.group.ties}
+def _not_managed(model: nn.Module, groups: Sequence[ParameterGroup]) -> dict[Tensor, str]:
+    """The parameters of ``model`` that belong to no group, and their names."""
+    sites = [site for group in groups for param in group.shards.params for site in param.sites]
+    sites += [tie.site for group in groups for tie in group.ties]
+    managed = {(site.module, site.name) for site in sites}
     left: dict[Tensor, str] = {}
     for module, prefix in names_in(model).items():
         for name, param in nn_modules.parameters(module).items():
             if param is not None and (module, name) not in managed:
                 left.setdefault(param, joined(prefix, name))
-    if not left:
-        return []
-    numel = sum(param.numel() for param in left)
-    num_bytes = sum(param.numel() * param.element_size() for param in left)
-    shown = f"{numel:,} parameter{'s' * (numel != 1)}, {megabytes(num_bytes)} MB"
-    return [f"not managed: {shown} ({listed(left.values(), 4)})"]
+    return left
 
 
-# --- what happened --------------------------------------------------------------------------------
-
-
-def _traced(rows: list[_Row]) -> list[str]:
+def _traced(rows: Sequence[tuple[str, ParameterGroup]]) -> list[str]:
     """A table of what the last trace saw; nothing if there was none."""
-    if not any(row.group.traced for row in rows):
+    if not any(group.traced for _, group in rows):
         return []
     head = ["group", "unsharded", "reduced", "MB sent", "ms waited", "uncovered"]
-    cells = [head, *(_traced_cells(row) for row in rows)]
+    cells = [head]
+    for name, group in rows:
+        found = [""] * 5
+        if (traced := group.traced) is not None:
+            both = traced.both
+            found = [str(traced.unshards), str(traced.reductions), f"{both.num_bytes / 1e6:,.4f}"]
+            found += [f"{both.waited_ns / 1e6:,.1f}", f"{both.uncovered:.0%}"]
+        cells.append([name, *found])
     return ["", "the last trace, on this rank", *ruled(cells, right=range(1, len(head)))]
-
-
-def _traced_cells(row: _Row) -> list[str]:
-    name, traced = "  " * row.depth + row.name, row.group.traced
-    if traced is None:
-        return [name, "", "", "", "", ""]
-    both = traced.both
-    sent, waited = f"{both.num_bytes / 1e6:,.4f}", f"{both.waited_ns / 1e6:,.1f}"
-    return [name, str(traced.unshards), str(traced.reductions), sent, waited, f"{both.uncovered:.0%}"]

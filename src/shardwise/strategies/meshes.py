@@ -38,7 +38,6 @@ STRATEGIES = {
     )
 }
 
-
 _OF_FSDP1 = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
@@ -62,9 +61,8 @@ def strategy_named(name: Any, where: str = "") -> StrategySettings:
 def no_strategy(name: str, known: Iterable[str], where: str = "") -> str:
     """The error text for ``name``, which is none of ``known``."""
     ours = _OF_FSDP1.get(name.upper())
-    if ours is not None:
-        return f"there is no strategy '{name}'{where}. FSDP1's {name.upper()} is called '{ours}'."
-    return f"there is no strategy '{name}'{where}. Pass one of {', '.join(known)}."
+    advice = f"FSDP1's {name.upper()} is called '{ours}'." if ours else f"Pass one of {', '.join(known)}."
+    return f"there is no strategy '{name}'{where}. {advice}"
 
 
 # --- meshes ---------------------------------------------------------------------------------------
@@ -74,7 +72,12 @@ def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: An
     """The mesh of a strategy, as arguments of ``fully_shard``."""
     if dims is not None:
         resolve_mesh(mesh, dims)
-        _check_roles(strategy, dims)
+        named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
+        if named != strategy.roles:
+            raise ValueError(
+                f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
+                f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
+            )
         return {"mesh": mesh, "dp_mesh_dims": dims}
     if mesh is None:
         return _arguments_for(strategy, _own_mesh(strategy))
@@ -100,15 +103,6 @@ def _arguments_for(strategy: StrategySettings, mesh: DeviceMesh) -> dict[str, An
     return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=mesh.mesh_dim_names[0])}
 
 
-def _check_roles(strategy: StrategySettings, dims: Any) -> None:
-    named = tuple(role for role in ("replicate", "shard") if getattr(dims, role))
-    if named != strategy.roles:
-        raise ValueError(
-            f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
-            f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
-        )
-
-
 def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
     """A mesh of all ranks."""
     kind = default_device_type("shard_model")
@@ -117,19 +111,15 @@ def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
         # PEFT makes adapters for layers that are sharded already; by "fsdp" it knows that they compute whole.
         names = ("fsdp",) if strategy.roles == ("shard",) else strategy.roles
         return init_device_mesh(kind, (world,), mesh_dim_names=names)
-    per_host = _ranks_per_host(strategy, kind, world)
-    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
-
-
-def _ranks_per_host(strategy: StrategySettings, kind: str, world: int) -> int:
     per_host, found = ranks_per_host(kind, world)
-    if per_host is not None:
-        return per_host
-    raise ValueError(
-        f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over hosts, "
-        f"but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; or pass "
-        'mesh=init_device_mesh(device_type, (hosts, ranks_per_host), mesh_dim_names=("replicate", "shard")).'
-    )
+    if per_host is None:
+        raise ValueError(
+            f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over "
+            f"hosts, but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; "
+            "or pass mesh=init_device_mesh(device_type, (hosts, ranks_per_host), "
+            'mesh_dim_names=("replicate", "shard")).'
+        )
+    return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
 
 
 def ranks_per_host(kind: str, world: int) -> tuple[int | None, str]:

@@ -76,7 +76,15 @@ def _matched(
     changes: dict[nn.Module, dict[str, Any]] = {}
     for key, change in (overrides or {}).items():
         change = _check_change(key, change)
-        found = [module for module in candidates if _matches(key, module, names[module])]
+        found = [
+            module
+            for module in candidates
+            if (
+                fnmatchcase(names[module], key)
+                if isinstance(key, str)
+                else isinstance(uncompiled(module), key)
+            )
+        ]
         if not found:
             known = listed((f"'{names[module]}'" for module in candidates), 4)
             raise ValueError(
@@ -87,10 +95,6 @@ def _matched(
         for module in found:
             changes[module] = {**changes.get(module, {}), **change}
     return changes
-
-
-def _matches(key: Any, module: nn.Module, name: str) -> bool:
-    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(uncompiled(module), key)
 
 
 def _check_change(key: Any, change: Any) -> dict[str, Any]:

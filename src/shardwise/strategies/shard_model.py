@@ -1,16 +1,7 @@
 """``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
 
-A strategy is a mesh and two settings of ``fully_shard``; what it is applied to, wrapping.py chooses.
-
-                   over a host's ranks   over hosts    full parameters are kept
-    ddp            replicated            replicated    for ever
-    zero1          sharded               sharded       until the shards change
-    zero2          sharded               sharded       from forward to the end of backward
-    zero3          sharded               sharded       while a block runs
-    hybrid         sharded               replicated    while a block runs
-    hybrid_zero2   sharded               replicated    from forward to the end of backward
-
-``"auto"`` names none of these: auto.py chooses one.
+A strategy is a mesh and two settings of ``fully_shard`` (meshes.py); what it is applied to, wrapping.py
+chooses. ``"auto"`` names none: auto.py chooses one.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (https://arxiv.org/abs/1910.02054).
@@ -18,8 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -44,16 +34,14 @@ from shardwise.policies import (
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
-from shardwise.strategies.auto import AutoOptions, choose
+from shardwise.strategies.auto import CHOICE, AutoOptions, Shard, choose
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
     checkpoint_activations,
-    compile_modules,
     compile_options,
     modules_to_checkpoint,
     note_done,
 )
-from shardwise.strategies.choice import remember
 from shardwise.strategies.meshes import Strategy
 from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
 from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy
@@ -109,8 +97,7 @@ def shard_model(
     ``auto`` chooses the candidate that fits in ``memory`` and exposes the fewest bytes. Candidates are
     ``ddp``, ``zero2``, ``zero3`` with as many of the last blocks kept unsharded from forward to backward as
     fit, and the hybrid strategies if the ranks have a mesh for them. Exposed bytes are those that a rank
-    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others.
-    Computation covers some of them; since it depends on the machines how many, all of them count. Between
+    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others. Between
     equal candidates, it chooses the one that sends less within hosts, then the one that holds less. Like
     :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for each candidate, on all ranks.
     A tenth of ``memory`` stays free for what these steps do not count. :func:`explain` shows the choice and
@@ -187,7 +174,9 @@ def shard_model(
     mp_policy = precision_named("shard_model", mp_policy)
     offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
-    ignored = _ignored_params(ignored_params, left_alone)
+    check_ignored(ignored_params)
+    inside = {p for m in left_alone for p in m.parameters(recurse=False) if not isinstance(p, DTensor)}
+    ignored = {*(ignored_params or ()), *inside}
     taken = {p for m in model.modules() if owner_of(m) is not None for p in m.parameters(recurse=False)}
     ids = {id(param) for param in ignored | taken}
     blocks = _blocks_of(model, wrap, ids, left_alone)
@@ -199,8 +188,8 @@ def shard_model(
         _refuse_beside_auto(
             overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
         )
-        same_for_copies = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
-        shard = partial(_shard_copy, model, blocks, checkpointed, ignored, same_for_copies)
+        same = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
+        shard = shard_copies(model, blocks, checkpointed, same, ignored)
         dtype = getattr(mp_policy, "param_dtype", None)
         choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
@@ -221,7 +210,9 @@ def shard_model(
     _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
-        groups = merge_neighbours(model, blocks, ids, _cap_in_bytes(bucket_cap_mb), plans.__getitem__)
+        wanted = "a number of megabytes above 0, or None for a group of each module"
+        check_number("shard_model", "bucket_cap_mb", bucket_cap_mb, wanted, above=0, kinds=(int, float))
+        groups = merge_neighbours(model, blocks, ids, int(bucket_cap_mb * 1e6), plans.__getitem__)
     for modules in [*groups, [model]]:
         together: Any = modules if len(modules) > 1 else modules[0]
         fully_shard(
@@ -235,10 +226,11 @@ def shard_model(
             sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
     checkpoint_activations(checkpointed)
     compiled = [] if compiling is None else blocks or [model]
-    compile_modules(compiled, compiling or {})
+    for module in compiled:
+        module.compile(**(compiling or {}))
     note_done(model, activation_checkpointing=checkpointed, compiled=compiled)
     if choice is not None:
-        remember(model, choice)
+        model.__dict__[CHOICE] = choice
     return cast(ShardedModule, model)
 
 
@@ -251,33 +243,33 @@ def _refuse_beside_auto(**given: Any) -> None:
             )
 
 
-def _shard_copy(
+def shard_copies(
     model: nn.Module,
     blocks: list[nn.Module],
     checkpointed: list[nn.Module],
-    ignored: set[nn.Parameter],
     options: dict[str, Any],
-    copy: nn.Module,
-    mesh: DeviceMesh,
-    strategy: str,
-    overrides: Overrides,
-) -> None:
-    """Shard ``copy`` as ``model`` would be, for a dry run."""
-    params = zip(model.parameters(), copy.parameters(), strict=True)
-    copies = dict(zip(model.modules(), copy.modules(), strict=True))
-    wanted = {copies[block] for block in blocks}
-    again = {copies[module] for module in checkpointed}
-    shard_model(
-        copy,
-        strategy=cast(Strategy, strategy),
-        wrap=WrapWhere(lambda module: module in wanted) if wanted else None,
-        mesh=mesh,
-        overrides=overrides,
-        ignored_params={own for param, own in params if param in ignored},
-        activation_checkpointing=again.__contains__ if again else False,
-        check_equal_weights=False,
-        **options,
-    )
+    ignored: Set[nn.Parameter] = frozenset(),
+) -> Shard:
+    """A function that shards copies of ``model`` as it would be, for dry runs."""
+
+    def shard(copy: nn.Module, mesh: DeviceMesh, strategy: str, overrides: Overrides) -> None:
+        params = zip(model.parameters(), copy.parameters(), strict=True)
+        copies = dict(zip(model.modules(), copy.modules(), strict=True))
+        wanted = {copies[block] for block in blocks}
+        again = {copies[module] for module in checkpointed}
+        shard_model(
+            copy,
+            strategy=cast(Strategy, strategy),
+            wrap=WrapWhere(lambda module: module in wanted) if wanted else None,
+            mesh=mesh,
+            overrides=overrides,
+            ignored_params={own for param, own in params if param in ignored},
+            activation_checkpointing=again.__contains__ if again else False,
+            check_equal_weights=False,
+            **options,
+        )
+
+    return shard
 
 
 def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module]:
@@ -286,8 +278,8 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
         raise TypeError(
             f"shard_model: ignored_modules is {describe(modules)}; pass a list or set of modules."
         )
-    found: set[nn.Module] = set()
-    for module in modules or ():
+    modules = list(modules or ())
+    for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"shard_model: ignored_modules contains {describe(module)}; pass nn.Modules.")
         if is_sharded(module):
@@ -295,14 +287,7 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
                 f"shard_model: ignored_modules contains a {class_name(module)} that is sharded already, by "
                 "its own fully_shard; such modules are left as they are without being named."
             )
-        found |= set(module.modules())
-    return found
-
-
-def _ignored_params(params: Any, modules: set[nn.Module]) -> set[nn.Parameter]:
-    check_ignored(params)
-    inside = {p for module in modules for p in module.parameters(recurse=False) if not isinstance(p, DTensor)}
-    return {*(params or ()), *inside}
+    return {inner for module in modules for inner in module.modules()}
 
 
 def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[nn.Module]) -> list[nn.Module]:
@@ -317,30 +302,16 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     return blocks
 
 
-def _cap_in_bytes(megabytes: Any) -> int:
-    wanted = "a number of megabytes above 0, or None for a group of each module"
-    check_number("shard_model", "bucket_cap_mb", megabytes, wanted, above=0, kinds=(int, float))
-    return int(megabytes * 1e6)
-
-
 # --- before anything is touched -------------------------------------------------------------------
 
 
 def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
     """For each block and the model: the modules whose parameters will be in its group."""
-    own: dict[nn.Module, list[nn.Module]] = {block: [] for block in (*blocks, model)}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, owner: nn.Module) -> None:
-        if module in seen or owner_of(module) is not None:
-            return
-        seen.add(module)
-        owner = module if module in own else owner
-        own[owner].append(module)
-        for child in module.children():
-            visit(child, owner)
-
-    visit(model, model)
+    taken: set[nn.Module] = set()
+    own = {}
+    for block in (*blocks, model):
+        own[block] = [m for m in block.modules() if m not in taken and owner_of(m) is None]
+        taken.update(own[block])
     return own
 
 

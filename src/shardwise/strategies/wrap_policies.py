@@ -9,18 +9,18 @@ from typing import Any, Protocol
 from torch import nn
 
 from shardwise.arguments import check_number, describe
+from shardwise.layout.fqns import uncompiled
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.strategies.module_trees import (
-    Ask,
-    choose_each,
-    choose_recursively,
+    has_forward,
     modules_inside,
     range_of_names,
-    repeated_modules,
+    sizes_of,
     text_of,
 )
 
 _log = logging.getLogger("shardwise")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class WrapPolicy(Protocol):
@@ -39,7 +39,20 @@ Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool] | Wra
 """What ``wrap=`` may be: classes, a function of a module, or a policy."""
 
 
-class WrapClasses:
+# --- policies that ask about each module for itself -----------------------------------------------
+
+
+class _OfEach:
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` that become groups, children before parents."""
+        inside = modules_inside(model).items()
+        return [module for module, name in inside if sizes_of(module, ignored) and self._wants(name, module)]
+
+    def _wants(self, name: str, module: nn.Module) -> bool:
+        raise NotImplementedError
+
+
+class WrapClasses(_OfEach):
     """Every module of some classes, subclasses included, becomes a group.
 
     Args:
@@ -59,15 +72,14 @@ class WrapClasses:
     def __init__(self, classes: type[nn.Module] | Collection[type[nn.Module]]) -> None:
         self.classes = _check_classes(classes, "WrapClasses: classes")
 
-    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
-        """The modules inside ``model`` of these classes, children before parents."""
-        return choose_each(model, ignored, lambda _, module: isinstance(module, self.classes))
+    def _wants(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, self.classes)
 
     def __repr__(self) -> str:
         return f"WrapClasses({', '.join(cls.__name__ for cls in self.classes)})"
 
 
-class WrapWhere:
+class WrapWhere(_OfEach):
     """Every module for which a function returns True becomes a group.
 
     Args:
@@ -94,10 +106,6 @@ class WrapWhere:
         self.predicate = predicate
         self._takes_name = style == "named"
 
-    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
-        """The modules inside ``model`` that the predicate wants, children before parents."""
-        return choose_each(model, ignored, self._wants)
-
     def _wants(self, name: str, module: nn.Module) -> bool:
         answer = self.predicate(name, module) if self._takes_name else self.predicate(module)
         if isinstance(answer, dict):
@@ -111,7 +119,41 @@ class WrapWhere:
         return f"WrapWhere({text_of(self.predicate)})"
 
 
-class WrapRecursively:
+# --- policies that go down the tree and up again ---------------------------------------------------
+
+
+class _Recursive:
+    """FSDP1's recursion; see WrapRecursively."""
+
+    _ask: Callable[[nn.Module, bool, int], Any]
+    """(module, whether to descend into it or else to choose it, parameters not chosen yet) -> yes or no."""
+
+    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
+        """The modules inside ``model`` that become groups, children before parents."""
+        found: list[nn.Module] = []
+        root = uncompiled(model)
+        taken: dict[nn.Module, dict[int, int]] = {}  # by what was chosen inside each module gone through
+
+        def visit(module: nn.Module) -> dict[int, int]:
+            if module in taken:
+                return taken[module]
+            inside = taken[module] = {}
+            own = sizes_of(module, ignored)
+            if not own or not self._ask(module, True, sum(own.values())):
+                return inside
+            for child in module.children():
+                inside.update(visit(child))
+            left_over = sum(numel for param, numel in own.items() if param not in inside)
+            if module is not root and has_forward(module) and self._ask(module, False, left_over):
+                found.append(module)
+                inside.update(own)
+            return inside
+
+        visit(root)
+        return found
+
+
+class WrapRecursively(_Recursive):
     """FSDP1's ``auto_wrap_policy``: a function that is called on the way down and on the way up.
 
     For each module it is first called with ``recurse=True`` and the number of parameters inside. If it
@@ -144,15 +186,11 @@ class WrapRecursively:
         self._ask = _asking(policy, _signature(policy, "WrapRecursively: policy"))
         self.policy = policy
 
-    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
-        """The modules inside ``model`` that the function wants, children before parents."""
-        return choose_recursively(model, ignored, self._ask)
-
     def __repr__(self) -> str:
         return f"WrapRecursively({text_of(self.policy)})"
 
 
-class WrapBySize:
+class WrapBySize(_Recursive):
     """Modules become groups of at least some number of parameters, from the leaves up.
 
     A module is chosen if it has enough parameters inside, without those of modules chosen inside it. The rest
@@ -192,10 +230,6 @@ class WrapBySize:
         self.keep_whole = _check_classes(keep_whole, "WrapBySize: keep_whole", may_be_empty=True)
         self.descend_only = _check_classes(descend_only, "WrapBySize: descend_only", may_be_empty=True)
 
-    def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
-        """The modules inside ``model`` that are large enough, children before parents."""
-        return choose_recursively(model, ignored, self._ask)
-
     def _ask(self, module: nn.Module, recurse: bool, num_params: int) -> bool:
         if recurse:
             return not isinstance(module, self.keep_whole)
@@ -203,6 +237,9 @@ class WrapBySize:
 
     def __repr__(self) -> str:
         return f"WrapBySize(min_num_params={self.min_num_params:_.0f})"
+
+
+# --- the default ----------------------------------------------------------------------------------
 
 
 class WrapRepeated:
@@ -220,7 +257,7 @@ class WrapRepeated:
 
     def choose(self, model: nn.Module, ignored: Set[int] = frozenset()) -> list[nn.Module]:
         """The blocks of ``model``, children before parents; none if nothing is repeated."""
-        runs = repeated_modules(model, ignored)
+        runs = _repeated_modules(model, ignored)
         names = modules_inside(model)
         shown = [
             f"{len(run)} x {cls.__name__} ({range_of_names([names[m] for m in run])})" for cls, run in runs
@@ -232,6 +269,35 @@ class WrapRepeated:
 
     def __repr__(self) -> str:
         return "WrapRepeated()"
+
+
+def _repeated_modules(model: nn.Module, ignored: Set[int]) -> list[tuple[type, list[nn.Module]]]:
+    """The runs of blocks in ``model``: for each container, class by class; see WrapRepeated."""
+    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS)]
+    runs = [run for container in containers for run in _runs_of(container, ignored).items()]
+    inside = {inner for _, run in runs for block in run for inner in block.modules() if inner is not block}
+    result = []
+    for cls, run in runs:
+        if left := [block for block in run if block not in inside]:
+            result.append((cls, left))
+            inside.update(left)  # the next container may have it as well
+    return result
+
+
+def _runs_of(container: nn.Module, ignored: Set[int]) -> dict[type, list[nn.Module]]:
+    """The children of a container that are repeated, by class.
+
+    A child also counts for the class of a sibling that its own derives from: so does a sharded module,
+    whose class derives from that of those that are not.
+    """
+    inside = map(uncompiled, container.children())
+    children = [child for child in inside if has_forward(child) and sizes_of(child, ignored)]
+    classes = {type(child) for child in children}
+    runs: dict[type, list[nn.Module]] = {}
+    for child in children:
+        base = next(cls for cls in reversed(type(child).__mro__) if cls in classes)
+        runs.setdefault(base, []).append(child)
+    return {cls: run for cls, run in runs.items() if len(run) > 1}
 
 
 # --- from the argument to a policy ----------------------------------------------------------------
@@ -306,29 +372,22 @@ def _signature(function: Any, where: str) -> inspect.Signature:
         ) from None
 
 
-def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Ask:
+def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
     """``policy`` as a function of three positional arguments, whatever names it has for them.
 
     By name where it can be, since a partial makes arguments after those it gives keyword-only.
     """
     size = "unwrapped_params" if "unwrapped_params" in signature.parameters else "nonwrapped_numel"
-    forms: list[Callable[[nn.Module, bool, int], tuple[tuple[Any, ...], dict[str, Any]]]] = [
-        lambda module, recurse, numel: ((module,), {"recurse": recurse, size: numel}),
-        lambda module, recurse, numel: ((), {"module": module, "recurse": recurse, size: numel}),
-        lambda module, recurse, numel: ((module, recurse), {size: numel}),
-        lambda module, recurse, numel: ((module, recurse, numel), {}),
-        lambda module, recurse, numel: ((module,), {"recurse": recurse}),
-    ]
-    for form in forms:
-        args, kwargs = form(nn.Module(), True, 0)
+    names = ("module", "recurse", size)
+    for num_positional, by_name in ((1, names[1:]), (0, names), (2, names[2:]), (3, ()), (1, names[1:2])):
         try:
-            signature.bind(*args, **kwargs)
+            signature.bind(*[None] * num_positional, **dict.fromkeys(by_name))
         except TypeError:
             continue
 
-        def ask(module: nn.Module, recurse: bool, numel: int, form: Any = form) -> Any:
-            args, kwargs = form(module, recurse, numel)
-            return policy(*args, **kwargs)
+        def ask(*values: Any, num_positional: int = num_positional, by_name: Any = by_name) -> Any:
+            named = dict(zip(names, values, strict=True))
+            return policy(*values[:num_positional], **{name: named[name] for name in by_name})
 
         return ask
     raise TypeError(

@@ -40,7 +40,14 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
     uncalled = never_called(model)
     result = [m for m in order if m in wanted and m not in uncalled and sizes_of(m, ignored)]
     if not result and not isinstance(policy, WrapRepeated):
-        raise ValueError(_message_about_nothing(policy, model, ignored))
+        can_be = [type(m).__name__ for m in order if has_forward(m) and sizes_of(m, ignored)]
+        counts = [f"{count} x {name}" for name, count in Counter(can_be).most_common()]
+        raise ValueError(
+            f"shard_model: {text_of(policy)} chose no module with parameters inside the "
+            f"{type(model).__name__}, which would be one group, unsharded at once. There are "
+            f"{listed(counts, 6) or 'none'}. Choose some of these with wrap=, or pass wrap=None for the "
+            "repeated blocks."
+        )
     return result
 
 
@@ -64,17 +71,6 @@ def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Mod
             "called one by one, so it is unknown when to unshard its parameters. Choose its children, "
             "or the module around it."
         )
-
-
-def _message_about_nothing(policy: Any, model: nn.Module, ignored: Set[int]) -> str:
-    can_be = [m for m in modules_inside(model) if has_forward(m) and sizes_of(m, ignored)]
-    counts = Counter(type(m).__name__ for m in can_be).most_common()
-    return (
-        f"shard_model: {text_of(policy)} chose no module with parameters inside the {type(model).__name__}, "
-        "which would be one group, unsharded at once. There are "
-        f"{listed((f'{count} x {name}' for name, count in counts), 6) or 'none'}. Choose some of these with "
-        "wrap=, or pass wrap=None for the repeated blocks."
-    )
 
 
 # --- several modules in one group -----------------------------------------------------------------

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -137,10 +137,8 @@ def begins_at_several_nodes(part: dict[str, Any]) -> bool:
     return len(part["intermediates"]) > 1
 
 
-def nodes_of_part(part: dict[str, Any]) -> Iterable[Any]:
-    """The nodes that accumulate the gradients of the weights of ``part``."""
-    nodes: Iterable[Any] = part["params"]
-    return nodes
+nodes_of_part: Callable[[dict[str, Any]], Iterable[Any]] = itemgetter("params")
+"""The nodes that accumulate the gradients of the weights of a part."""
 
 
 def backward_of_inputs_runs() -> bool:
@@ -154,7 +152,5 @@ def backward_of_inputs_runs() -> bool:
     return interpreter.runs_in_any_thread(pipelining.stage_backward_input.__code__)
 
 
-def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank in a schedule of several stages a rank; it has no public name for them."""
-    stages: list[Any] = schedule._stages
-    return stages
+stages_of: Callable[[Any], list[Any]] = attrgetter("_stages")
+"""The stages of this rank in a schedule of several stages a rank; it has no public name for them."""

@@ -32,13 +32,9 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose annotations differ from version 
 class PythonGroup(_ProcessGroup):
     """A process group written in Python: what torch asks of each. Subclasses add collectives.
 
-    Those take what the back ends of torch 2.13 take, under the names of that version.
-
-    Args:
-        rank: that of this process in the group.
-        size: how many ranks it has.
-        backend: the name under which the back end was registered.
-        name: one in the process; where torch makes the group, it sets another.
+    Those take what the back ends of torch 2.13 take, under the names of that version. ``backend``: the name
+    under which the back end was registered. ``name``: one in the process; where torch makes the group, it
+    sets another.
     """
 
     def __init__(self, rank: int, size: int, backend: str, name: str = "") -> None:
@@ -122,17 +118,13 @@ def reduce_scatter(pg: dist.ProcessGroup, output: Tensor, source: Tensor, op: An
 
 
 def reduce_scatter_coalesced(
-    pg: dist.ProcessGroup,
-    outputs: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    op: Any,
-    is_async: bool,
+    pg: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor], op: Any, is_async: bool
 ) -> Any:
     """Several reduce-scatters as one call."""
     return getattr(pg, _REDUCE_MANY)(outputs, sources, reduce_options(op, is_async))
 
 
-def _backend_of(pg: dist.ProcessGroup, device: torch.device) -> Any:
+def _backend_of(pg: Any, device: torch.device) -> Any:
     """The back end for ``device`` in ``pg``; None of a process group that is written in Python."""
     try:
         return pg._get_backend(device)
@@ -163,11 +155,8 @@ def is_nccl(pg: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _registered_name(pg: dist.ProcessGroup, device: torch.device) -> str:
     """The name by which ``new_group`` makes the back end that ``pg`` has for ``device``: see ``is_nccl``."""
-    for each in dist.get_backend_config(pg).split(","):
-        kind, _, name = each.partition(":")
-        if kind == device.type:
-            return name
-    return backend_name(pg, device)
+    found = dict(each.split(":", 1) for each in dist.get_backend_config(pg).split(",") if ":" in each)
+    return found.get(device.type) or backend_name(pg, device)
 
 
 def bound_device(pg: dist.ProcessGroup) -> torch.device | None:
@@ -211,7 +200,6 @@ def subgroup(
     name = f"shardwise_{purpose}_{parent.group_name}_{'_'.join(map(str, ranks))}"
     while name in c10d._world.pg_names.values():  # of an earlier model: made as often on all ranks
         name += "'"
-    timeout = timeout_of(parent, device)
     backend = backend or _registered_name(parent, device)
     bound: dict[str, Any] = {}
     if backend in _NCCL and backend_name(parent, device) in ("nccl2", "nccl-lazy"):
@@ -220,16 +208,8 @@ def subgroup(
         bound = {"device_id": _with_index(device), "backend_options": options}
     make: Any = c10d._new_process_group_helper
     with _without_split():
-        pg, _ = make(
-            len(ranks),
-            own,
-            ranks,
-            c10d.Backend(backend),
-            job_store(),
-            name,
-            timeout=timeout,
-            **bound,
-        )
+        args = len(ranks), own, ranks, c10d.Backend(backend), job_store(), name
+        pg, _ = make(*args, timeout=timeout_of(parent, device), **bound)
     c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(ranks)}
     return pg
 
@@ -264,18 +244,16 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     backend = _backend_of(pg, device)
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
-    elif backend is not None and is_nccl(
-        pg, device
-    ):  # made by ``subgroup`` with ``lazy_init``, which no call but a collective ends
+    elif backend is not None and is_nccl(pg, device):
+        # Made by ``subgroup`` with ``lazy_init``, which no call but a collective ends.
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
 def timeout_of(pg: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     """The timeout of collectives of ``pg``; nothing public tells it."""
     try:
-        assert pg is not None
-        return pg._get_backend(device).options._timeout  # type: ignore[no-any-return]
-    except (RuntimeError, AttributeError, TypeError, AssertionError):
+        return _backend_of(pg, device).options._timeout  # type: ignore[no-any-return]
+    except (RuntimeError, AttributeError, TypeError):
         return dist.distributed_c10d.default_pg_timeout
 
 
@@ -372,7 +350,7 @@ def ranks_of(pg: dist.ProcessGroup) -> list[int]:
 def can_allocate(pg: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the back end of ``pg`` has an allocator of its own for ``device``."""
     try:
-        return bool(pg._get_backend(device).supports_tensor_alloc(device))
+        return bool(_backend_of(pg, device).supports_tensor_alloc(device))
     except (RuntimeError, AttributeError, TypeError):
         return False
 
@@ -387,11 +365,8 @@ def allocate_from_group(
 def choose_symmetric_memory_of_nccl(device: torch.device) -> None:
     """Have symmetric memory on ``device`` be NCCL's, which its collectives need; torch's default is another.
 
-    The choice is one for the process, and final once anything is allocated. The module is still private
-    (2.11 to 2.15).
-
-    Raises:
-        RuntimeError: another back end has allocated already.
+    The choice is one for the process, and final once anything is allocated: torch raises a RuntimeError if
+    another has allocated already. The module is still private (2.11 to 2.15).
     """
     import torch.distributed._symmetric_memory as symmetric
 

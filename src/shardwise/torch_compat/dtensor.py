@@ -43,10 +43,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharded_spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    full: Tensor | torch.Size,
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], full: Tensor | torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
     """A DTensorSpec for a contiguous full tensor of shape ``full``. Make it once and share it."""
     shape = torch.Size(full if isinstance(full, torch.Size) else full.shape)
@@ -119,15 +116,11 @@ def keep_views_of_complex_sharded() -> None:
 
     def as_given(schema: OpSchema) -> OpStrategy:
         given: Any = schema.args_schema[0]
-        specs = [strategy.output_spec for strategy in given.strategies]
-        return OpStrategy(
-            [
-                OpSpec(
-                    DTensorSpec(spec.mesh, spec.placements), input_specs=(spec,), redistribute_cost=[[0.0]]
-                )
-                for spec in specs
-            ]
-        )
+        made = []
+        for spec in (strategy.output_spec for strategy in given.strategies):
+            output = DTensorSpec(spec.mesh, spec.placements)
+            made.append(OpSpec(output, input_specs=(spec,), redistribute_cost=[[0.0]]))
+        return OpStrategy(made)
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.register_op_strategy(torch.ops.aten.view_as_real.default, as_given)

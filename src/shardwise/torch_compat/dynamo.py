@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -145,9 +146,8 @@ def _is_object(node: Any) -> bool:
 # (``reorder_for_compute_comm_overlap_passes``), and torch's own passes use these attributes.
 
 
-def made_by(step: Any) -> Iterable[str]:
-    """Names of the buffers that a step writes."""
-    return step.get_buffer_names()  # type: ignore[no-any-return]
+made_by: Callable[[Any], Iterable[str]] = methodcaller("get_buffer_names")
+"""Names of the buffers that a step writes."""
 
 
 def needed_by(step: Any) -> tuple[list[str], list[str]]:

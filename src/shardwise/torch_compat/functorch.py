@@ -69,7 +69,7 @@ def is_in_forward_mode() -> bool:
 
 def is_in_transform_or_forward_mode() -> bool:
     """True where a tensor may be wrapped by a transform or have a tangent."""
-    return is_in_transform() or forward_ad._current_level >= 0
+    return is_in_transform() or is_in_forward_mode()
 
 
 without_transforms: Callable[[], AbstractContextManager[Any]] = (

@@ -5,8 +5,7 @@
     streams.py       through which its groups then communicate, and tell what they do
     timeline.py      spans between moments of the host or of a device, and memory over time
     records.py       what is left when the trace is over: plain numbers
-    stragglers.py    what ranks tell each other at the end: who waits for whom
-    analysis.py      bytes and waits of each group, and advice
+    analysis.py      bytes and waits of each group, who waits for whom, and advice
     files.py         what traces are written to, and the traces of several ranks in one file
     drawings.py      pages and pictures
     step_capture.py  one step of any program, by SHARDWISE_TRACE

@@ -1,4 +1,4 @@
-"""What a recording shows: for each group what it sent and what the computation waited for, and advice.
+"""What a recording shows: what each group sent, what the computation waited for, who waits for whom; advice.
 
 A transfer is covered while a module computes. The computation stands still where it waits, so what of a
 transfer is not covered is what is waited for:
@@ -8,8 +8,11 @@ transfer is not covered is what is waited for:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+from typing import Any
 
 from shardwise.layout.text_tables import ruled
 from shardwise.tracing.records import (
@@ -24,6 +27,7 @@ from shardwise.tracing.records import (
     TRANSFERS,
     Recording,
     Span,
+    Straggler,
     TracedGroup,
 )
 
@@ -49,7 +53,6 @@ class Traffic:
     waited_ns: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        """Those of both."""
         return Traffic(self.num_bytes + other.num_bytes, self.ns + other.ns, self.waited_ns + other.waited_ns)
 
     @property
@@ -123,7 +126,19 @@ def cells(recording: Recording) -> list[list[str]]:
         sum((work.reduction for work in works), Traffic()),
         sum(work.computed_ns for work in works),
     )
-    return [_cells(work) for work in (*works, total)]
+    return [
+        [
+            work.name,
+            str(work.unshards),
+            str(work.reductions),
+            f"{work.both.num_bytes / 1e6:,.{1 if work.both.num_bytes >= 1e6 else 4}f}",
+            f"{work.both.ns / 1e6:,.1f}",
+            f"{work.both.waited_ns / 1e6:,.1f}",
+            f"{work.both.uncovered:.0%}",
+            f"{work.computed_ns / 1e6:,.1f}",
+        ]
+        for work in (*works, total)
+    ]
 
 
 def summary(recording: Recording) -> str:
@@ -146,21 +161,6 @@ def title(recording: Recording) -> str:
 def ms(ns: float) -> str:
     """Nanoseconds as text, in ms."""
     return f"{ns / 1e6:,.1f} ms"
-
-
-def _cells(work: TracedWork) -> list[str]:
-    both = work.both
-    megabytes = both.num_bytes / 1e6
-    return [
-        work.name,
-        str(work.unshards),
-        str(work.reductions),
-        f"{megabytes:,.1f}" if megabytes >= 1 else f"{megabytes:.4f}",
-        f"{both.ns / 1e6:,.1f}",
-        f"{both.waited_ns / 1e6:,.1f}",
-        f"{both.uncovered:.0%}",
-        f"{work.computed_ns / 1e6:,.1f}",
-    ]
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -226,18 +226,16 @@ def _on_host(recording: Recording) -> Iterator[str]:
 def _late_prefetch(recording: Recording) -> dict[tuple[TracedGroup, str], list[Span]]:
     """By group and phase, the waits for all-gathers that one more group of prefetch would cover."""
     found = {}
-    for group in recording.groups:
-        if group.prefetch is None:
-            continue
-        for phase in dict.fromkeys(s.phase for s in recording.of_row(ALL_GATHER) if s.phase):
-            waits = [
-                s
-                for s in recording.waits()
-                if (s.name, s.phase, s.awaits) == (group.name, phase, ALL_GATHER)
-                and s.uncovered_ns > _SHARE_WORTH_A_WORD * recording.end_ns
-            ]
-            if waits and all(_is_coverable(recording, wait) for wait in waits):
-                found[group, phase] = waits
+    phases = dict.fromkeys(span.phase for span in recording.of_row(ALL_GATHER) if span.phase)
+    for group, phase in product(recording.groups, phases):
+        waits = [
+            wait
+            for wait in recording.waits()
+            if (wait.name, wait.phase, wait.awaits) == (group.name, phase, ALL_GATHER)
+            and wait.uncovered_ns > _SHARE_WORTH_A_WORD * recording.end_ns
+        ]
+        if group.prefetch is not None and waits and all(_is_coverable(recording, wait) for wait in waits):
+            found[group, phase] = waits
     return found
 
 
@@ -245,12 +243,21 @@ def _on_prefetch(
     recording: Recording, late: Mapping[tuple[TracedGroup, str], Sequence[Span]]
 ) -> Iterator[str]:
     """A sentence for the groups of a phase."""
-    sharing: dict[tuple[str, int], list[tuple[TracedGroup, float]]] = {}
+    sharing: dict[tuple[str, int], dict[TracedGroup, float]] = {}
     for (group, phase), waits in late.items():
         mean = sum(wait.uncovered_ns for wait in waits) / len(waits)
-        sharing.setdefault((phase, (group.prefetch or 0) + 1), []).append((group, mean))
+        sharing.setdefault((phase, (group.prefetch or 0) + 1), {})[group] = mean
+    unless = "" if recording.is_aligned else "where no rank is late, "
     for (phase, prefetch), some in sharing.items():
-        yield _sentence(phase, prefetch, some, "" if recording.is_aligned else "where no rank is late, ")
+        names, longest = [group.name for group in some], ms(max(some.values()))
+        more = f"({max(group.unsharded_bytes for group in some) / 1e6:,.1f} MB more in memory)"
+        would = f"{unless}prefetch={prefetch} would cover it {more}."
+        if len(names) == 1:
+            yield f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
+        else:
+            most = [*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])]
+            who = f"{', '.join(most[:-1])} and {most[-1]}"
+            yield f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def _on_uncovered(
@@ -291,26 +298,11 @@ def _is_coverable(recording: Recording, wait: Span) -> bool:
         return False
     begin, end = earlier[-1], own.start_ns
     between = [s for s in recording.spans if begin < s.start_ns < end]
-    computed = {s.phase for s in between if s.row == COMPUTATION}
-    if any(s.row == OPTIMIZER for s in between) or any(_other(phase, own.phase) for phase in computed):
+    passes = {s.phase == FORWARD for s in between if s.row == COMPUTATION}
+    if any(s.row == OPTIMIZER for s in between) or (own.phase != FORWARD) in passes:
         return False  # the one before is of another pass
     others = [s for s in recording.spans if s.row in TRANSFERS and s is not own]
     return end - begin - length(others, begin, end) >= wait.uncovered_ns
-
-
-def _other(one: str, two: str) -> bool:
-    return (one == FORWARD) != (two == FORWARD)
-
-
-def _sentence(phase: str, prefetch: int, some: Sequence[tuple[TracedGroup, float]], unless: str) -> str:
-    names = [group.name for group, _ in some]
-    longest = ms(max(ns for _, ns in some))
-    more = f"({max(group.unsharded_bytes for group, _ in some) / 1e6:,.1f} MB more in memory)"
-    would = f"{unless}prefetch={prefetch} would cover it {more}."
-    if len(some) == 1:
-        return f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
-    who = " and ".join(names) if len(some) == 2 else f"{', '.join(names[:2])} and {len(some) - 2} more"
-    return f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int:
@@ -323,3 +315,78 @@ def length(spans: Iterable[Span], begin: int = 0, end: int | None = None) -> int
             total += stop - start
             reached = stop
     return total
+
+
+# --- who waits for whom -----------------------------------------------------------------------------
+#
+# What ranks that began a trace together tell each other at its end. A transfer begins when the last of its
+# ranks has come to it. Until then a wait is for that rank:
+#
+#     rank 0   computation   [ blocks.0 ][       wait       ]
+#              all-gather                [    AG blocks.1   ]
+#     rank 1   computation   [    blocks.0    ][    wait    ]
+#              all-gather                      [AG blocks.1 ]
+#                                        <---->                rank 0 waits for rank 1
+
+Gather = Callable[[Any], Mapping[int, Any]]
+"""From the value of this rank those of all, by rank. Collective."""
+
+
+def compare(
+    recording: Recording, sharers: Mapping[tuple[str, str], Collection[int]], gather: Gather
+) -> Recording:
+    """``recording`` with the late ranks of its waits, and with the straggler. Collective.
+
+    ``sharers``: the ranks that take part in transfers, by their row and the name of the group.
+    """
+    transfers: dict[tuple[str, str], list[Span]] = {}
+    for span in recording.spans:
+        if span.row in TRANSFERS:
+            transfers.setdefault((span.row, span.name), []).append(span)
+    starts = gather({key: [span.start_ns for span in spans] for key, spans in transfers.items()})
+
+    def attributed(wait: Span) -> Span:
+        key = wait.awaits or "", wait.name
+        own = transfers.get(key, [])
+        others = {rank: starts[rank].get(key, ()) for rank in sharers.get(key, ())}
+        if not own or not others or {len(begun) for begun in others.values()} != {len(own)}:
+            return wait
+        index = min(range(len(own)), key=lambda i: abs(own[i].end_ns - wait.end_ns))
+        rank = max(others, key=lambda rank: others[rank][index])
+        since = max(wait.start_ns, own[index].start_ns)
+        late_ns = min(wait.end_ns, others[rank][index]) - since
+        return replace(wait, late_rank=rank, late_ns=late_ns) if late_ns > 0 else wait
+
+    spans = tuple(attributed(span) if span.awaits else span for span in recording.spans)
+    late: Counter[int] = Counter()
+    for span in spans:
+        if span.late_rank is not None:
+            late[span.late_rank] += span.late_ns
+    told = gather((late, _places(recording)))
+    return replace(recording, spans=spans, straggler=_straggler(told))
+
+
+def _places(recording: Recording) -> Counter[str]:
+    """What this rank takes its time with, beside waits."""
+    found: Counter[str] = Counter()
+    for span in recording.of_row(COMPUTATION):
+        found[f"{span.name} in {FORWARD if span.phase == FORWARD else 'backward'}"] += span.ns
+    for span in recording.of_row(OPTIMIZER):
+        found[span.name] += span.ns
+    inside = [span for span in recording.spans if span.row in (COMPUTATION, COPIES, OPTIMIZER)]
+    found[OUTSIDE] = recording.end_ns - length(inside)
+    return found
+
+
+def _straggler(told: Mapping[int, tuple[Counter[int], Counter[str]]]) -> Straggler | None:
+    """The rank that another waits for longest, net of its own waits for others; None if ranks take turns."""
+    waiter_of = {rank: max(told, key=lambda other: told[other][0][rank]) for rank in told}
+    waited = {rank: told[waiter][0][rank] for rank, waiter in waiter_of.items()}
+    own = {rank: late.total() for rank, (late, _) in told.items()}
+    rank = max(told, key=lambda rank: waited[rank] - own[rank])
+    if waited[rank] <= 2 * own[rank]:
+        return None
+    places = told[rank][1]
+    usual = {place: median(told[other][1][place] for other in told if other != rank) for place in places}
+    place = max(places, key=lambda place: places[place] - usual[place])
+    return Straggler(rank, waiter_of[rank], waited[rank], place, places[place], round(usual[place]))

@@ -8,7 +8,6 @@ script the whole step is there, and the browser tells what a block is.
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from shardwise.tracing.analysis import HEAD, advice, cells, ms, title
@@ -98,13 +97,8 @@ b.addEventListener('click',()=>scale(b.value==='0'?1:zoom*Number(b.value),all[0]
 """
 
 
-def write_html(recordings: Sequence[Recording], path: Path) -> None:
-    """Write the recordings, one below the other on the same axis of time."""
-    path.write_text(page(recordings), encoding="utf-8")
-
-
 def page(recordings: Sequence[Recording]) -> str:
-    """The page as text."""
+    """The recordings as HTML, one below the other on the same axis of time."""
     length = max(1, *(recording.end_ns for recording in recordings))
     ranks = "".join(_rank(recording, length) for recording in recordings)
     return (
@@ -118,12 +112,13 @@ def page(recordings: Sequence[Recording]) -> str:
 
 
 def _legend() -> str:
+    def items(shown: dict[str, str]) -> str:
+        return "".join(
+            f'<span><i style="background:{each}"></i>{text}</span>' for text, each in shown.items()
+        )
+
     memory = {text: _COLORS_OF_MEMORY[kind] for kind, text in KINDS.items()}
-    return f'<p class="legend">time: {_items(_COLORS)}</p><p class="legend">memory: {_items(memory)}</p>'
-
-
-def _items(shown: dict[str, str]) -> str:
-    return "".join(f'<span><i style="background:{color}"></i>{text}</span>' for text, color in shown.items())
+    return f'<p class="legend">time: {items(_COLORS)}</p><p class="legend">memory: {items(memory)}</p>'
 
 
 def _rank(recording: Recording, length: int) -> str:
@@ -224,21 +219,9 @@ def _table(recording: Recording) -> str:
 
 # --- the picture ----------------------------------------------------------------------------------
 
-_LANE_INCHES = 0.28
-
-
-def write_png(recordings: Sequence[Recording], path: Path) -> None:
-    """Draw the recordings, one below the other on the same axis of time."""
-    figure = draw(recordings)
-    figure.savefig(path, dpi=150)
-
 
 def draw(recordings: Sequence[Recording]) -> Any:
-    """The picture as a figure of matplotlib: for each rank its rows, and its memory below them.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """The recordings as a figure of matplotlib, one below the other on the same axis of time."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -248,8 +231,10 @@ def draw(recordings: Sequence[Recording]) -> Any:
             "trace: a .png is drawn by matplotlib, which is not installed. Install shardwise[pictures], or "
             "save the trace as .html, which needs nothing."
         ) from error
-    heights = [height for recording in recordings for height in (len(_lanes(recording)) + 1, 4)]
-    figure = Figure(figsize=(14, _LANE_INCHES * sum(heights) + 1.2 * len(recordings)), layout="constrained")
+    heights = [
+        height for recording in recordings for height in (sum(map(len, recording.rows().values())) + 1, 4)
+    ]
+    figure = Figure(figsize=(14, 0.28 * sum(heights) + 1.2 * len(recordings)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
     for recording, rows, memory in zip(recordings, axes[::2], axes[1::2], strict=True):
@@ -262,12 +247,8 @@ def draw(recordings: Sequence[Recording]) -> Any:
     return figure
 
 
-def _lanes(recording: Recording) -> list[tuple[str, list[Span]]]:
-    return [(row, lane) for row, lanes in recording.rows().items() for lane in lanes]
-
-
 def _draw_rows(axes: Any, recording: Recording) -> None:
-    named = _lanes(recording)
+    named = [(row, lane) for row, lanes in recording.rows().items() for lane in lanes]
     for place, (_, lane) in enumerate(named):
         bars = [(span.start_ns / 1e6, span.ns / 1e6) for span in lane]
         shades = [_color_of(span) for span in lane]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.tracing.drawings import write_html, write_png
+from shardwise.tracing.drawings import draw, page
 from shardwise.tracing.records import KINDS, ROWS, Recording
 
 _KEY = "shardwise"
@@ -53,11 +53,7 @@ def merge_traces(paths: Iterable[str | Path], out: str | Path) -> None:
 
 
 def writer_for(path: str | Path, caller: str) -> Callable[[Sequence[Recording], Path], None]:
-    """What writes a file of this ending, and makes the folders that it lies in.
-
-    Raises:
-        ValueError: nothing does.
-    """
+    """What writes a file of this ending, and makes the folders that it lies in."""
     ending = Path(path).suffix
     if ending not in _WRITERS:
         raise ValueError(
@@ -83,11 +79,7 @@ def write_json(recordings: Sequence[Recording], path: Path) -> None:
 
 
 def read_json(path: Path) -> list[Recording]:
-    """The recordings of a file that ``write_json`` wrote.
-
-    Raises:
-        ValueError: it is another file.
-    """
+    """The recordings of a file that ``write_json`` wrote."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))[_KEY]
         return [Recording.from_dict(each) for each in found]
@@ -98,10 +90,10 @@ def read_json(path: Path) -> list[Recording]:
         ) from error
 
 
-_WRITERS: dict[str, Callable[[Sequence[Recording], Path], None]] = {
-    ".html": write_html,
+_WRITERS: dict[str, Callable[[Sequence[Recording], Path], Any]] = {
+    ".html": lambda recordings, path: path.write_text(page(recordings), encoding="utf-8"),
     ".json": write_json,
-    ".png": write_png,
+    ".png": lambda recordings, path: draw(recordings).savefig(path, dpi=150),
 }
 
 

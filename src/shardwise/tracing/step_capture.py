@@ -31,11 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def step_to_trace() -> int | None:
-    """The number of the step that ``SHARDWISE_TRACE`` names; None: it is not set.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """The number of the step that ``SHARDWISE_TRACE`` names; None: it is not set."""
     text = os.environ.get(VARIABLE, "").strip()
     if text in ("", "step"):
         return _DEFAULT if text else None

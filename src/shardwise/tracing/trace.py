@@ -15,11 +15,10 @@ from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all
 from shardwise.ranks.replicas import are_fake
-from shardwise.tracing.analysis import TracedWork, advice, summary, work_of_groups
+from shardwise.tracing.analysis import TracedWork, advice, compare, summary, work_of_groups
 from shardwise.tracing.files import writer_for
 from shardwise.tracing.recorder import Recorder, TracedRoot
 from shardwise.tracing.records import Recording
-from shardwise.tracing.stragglers import compare
 from shardwise.tracing.timeline import Clock
 
 
@@ -123,7 +122,10 @@ def trace(model: nn.Module, *, on_all_ranks: bool = True) -> Iterator[Trace]:
     monitor = monitor_of_job()
     with monitor.call("trace", lambda: axes):
         module_states = run_on_all_ranks(axes, device, lambda: _module_states_to_trace(model))
-        clock = _clock(module_states, axes, device)
+        if axes:  # all ranks begin here
+            all_reduce_max(together := torch.zeros(1, device=device), axes)
+            together.item()  # on a device, the host waits
+        clock = Clock(module_states[0].group.device)
     recorder = Recorder(module_states, clock, is_aligned=on_all_ranks)
     found = Trace()
     try:
@@ -150,11 +152,3 @@ def _module_states_to_trace(model: Any) -> list[ModuleState]:
             "the first one, or record all in it."
         )
     return module_states
-
-
-def _clock(module_states: Sequence[ModuleState], axes: Sequence[Axis], device: torch.device) -> Clock:
-    """A clock that begins when all ranks have come here."""
-    if axes:
-        all_reduce_max(together := torch.zeros(1, device=device), axes)
-        together.item()  # on a device, the host waits
-    return Clock(module_states[0].group.device)
