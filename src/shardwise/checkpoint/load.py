@@ -292,7 +292,11 @@ def _load(
     manifest.folder.fetch(manifest.files_of(small))
     values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
-    loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
+    is_same_size = info.get("world_size") == rank_group.size
+    per_rank = _dict_at(manifest, values, "per_rank", str(rank_group.rank)) if is_same_size else {}
+    was_given = per_rank.pop("", None) is not None
+    shared = _dict_at(manifest, values, "shared")
+    loaded = Loaded(manifest.path, shared, per_rank if was_given else None, info.get("world_size"))
 
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
@@ -420,16 +424,6 @@ def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
         },
         is_checkpoint=True,
     )
-
-
-def _loaded(
-    manifest: Manifest, rank_group: RankGroup, values: dict[str, Any], world_size: int | None
-) -> Loaded:
-    own: dict[str, Any] = {}
-    if world_size == rank_group.size:
-        own = _dict_at(manifest, values, "per_rank", str(rank_group.rank))
-    was_given = own.pop("", None) is not None
-    return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
 
 
 @dataclass

@@ -248,10 +248,9 @@ def memory_of(tensor: Tensor) -> Hashable:
     if not all(tensor_impl.is_plain(part) and part.numel() for part in parts):
         return id(tensor)
     kind = None if tensor_impl.is_plain(tensor) else type(tensor)
-    return kind, tuple((_address(p), p.shape, p.stride(), p.dtype, p.device) for p in parts)
-
-
-def _address(tensor: Tensor) -> Hashable:
-    if tensor.is_meta:  # has none
-        return tensor_impl.storage_key(tensor.untyped_storage()), tensor.storage_offset()
-    return tensor.data_ptr()
+    # On the meta device memory has no address.
+    places: list[Hashable] = [
+        (tensor_impl.storage_key(p.untyped_storage()), p.storage_offset()) if p.is_meta else p.data_ptr()
+        for p in parts
+    ]
+    return kind, *places, *((p.shape, p.stride(), p.dtype, p.device) for p in parts)

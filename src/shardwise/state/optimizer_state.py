@@ -294,7 +294,13 @@ class _OptimizerLoad:
     def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model)
         self._optimizer, self._outline = optimizer, outline["state"]
-        _refuse_other_kind(self._outline, state_of([optimizer], names)["state"])
+        own = {key for values in state_of([optimizer], names)["state"].values() for key in values}
+        others = {key for values in self._outline.values() for key in values} - own
+        if own and others:  # else it has not stepped
+            raise ValueError(
+                f"{LOAD}: it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
+                f"{listed(sorted(map(str, own)))}, so that it is of another kind."
+            )
         there: dict[str, dict[StatePath, tuple[StatePath, ShapeAndDtype]]] = {}
         for place, leaf in leaves(self._outline):
             facts = leaf if isinstance(leaf, ShapeAndDtype) else ShapeAndDtype(None)
@@ -322,14 +328,3 @@ class _OptimizerLoad:
             name = self._names[number]
             loaded[number] = mapped(self._outline[name], filled, (name,))
         load_into(self._optimizer, self._plan.kept | loaded, self._plan.groups, convert_dtype=False)
-
-
-def _refuse_other_kind(saved: State, own: State) -> None:
-    """Refuse state under other names than an optimizer keeps that has stepped."""
-    kinds = {key for values in own.values() for key in values}
-    others = {key for values in saved.values() for key in values} - kinds
-    if kinds and others:
-        raise ValueError(
-            f"{LOAD}: it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
-            f"{listed(sorted(map(str, kinds)))}, so that it is of another kind."
-        )
