@@ -36,8 +36,7 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
-from shardwise.optim.owner_exchange import placed_gradient, placed_like, refuse_twice
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.optim.owner_exchange import name_or_shape, placed_gradient, placed_like, refuse_twice
 from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer
@@ -243,7 +242,7 @@ class FlatOptimizer(Optimizer):
             value.numel() != 1 and value.shape != dtensor.local_tensor(param).shape
         ):
             raise ValueError(
-                f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
+                f"{name_or_shape(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
                 f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
                 "has. Load full states with shardwise.state.load_full_optimizer_state_dict."
@@ -281,15 +280,10 @@ class FlatOptimizer(Optimizer):
 
 
 def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
-    given, gradient = param.grad, placed_gradient(param, _name(param))
+    given, gradient = param.grad, placed_gradient(param, name_or_shape(param))
     is_usual = type(given) is DTensor and given.placements == param.placements
     local, own = dtensor.local_tensor(param), dtensor.local_tensor(gradient)
     return RunMember(param, local, own, is_usual, locate(param, local, own), state)
-
-
-def _name(param: Tensor) -> str:
-    name = name_of_replaced(param)  # type: ignore[arg-type]
-    return f"a parameter of shape {tuple(param.shape)}" if name is None else name
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -338,7 +332,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
             "flat shards. Use the optimizer without FlatOptimizer."
         )
-    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], _name)
+    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], name_or_shape)
 
 
 # --- the class ------------------------------------------------------------------------------------

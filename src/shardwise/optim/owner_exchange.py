@@ -496,6 +496,11 @@ def known_name(tensor: Any) -> str:
     return (name_of_replaced(tensor) if isinstance(tensor, torch.nn.Parameter) else None) or ""
 
 
+def name_or_shape(param: Tensor) -> str:
+    """The name of a parameter, or what can be said of it."""
+    return known_name(param) or f"a parameter of shape {tuple(param.shape)}"
+
+
 def names_in(group: Mapping[str, Any]) -> list[str]:
     """The names of the parameters of a group; "" if unknown."""
     return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]

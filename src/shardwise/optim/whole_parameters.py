@@ -39,8 +39,8 @@ from shardwise.optim.owner_exchange import (
     Stack,
     Travel,
     check_divisible,
-    known_name,
     local_gradient,
+    name_or_shape,
     names_of,
     sharing_of,
 )
@@ -268,9 +268,9 @@ class WholeParameters(Optimizer):
             pairs = values.items() if isinstance(param, Tensor) and isinstance(values, Mapping) else ()
             if sharded := next((key for key, value in pairs if isinstance(value, DTensor)), None):
                 raise ValueError(
-                    f"{known_name(param) or f'a parameter of shape {tuple(param.shape)}'}: {sharded!r} in "
-                    "its state is a DTensor, where WholeParameters has state whole, on one rank. Load "
-                    "sharded states with shardwise.load_checkpoint, or full ones."
+                    f"{name_or_shape(param)}: {sharded!r} in its state is a DTensor, where WholeParameters "
+                    "has state whole, on one rank. Load sharded states with shardwise.load_checkpoint, or "
+                    "full ones."
                 )
         super().__setstate__(others)
         params = [param for group in self.param_groups for param in group["params"]]
