@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
-from shardwise.init.partial_loads import mark_partly_loaded, why_partly_loaded
+from shardwise.init.loads import mark_partly_loaded, why_partly_loaded
 from shardwise.state import EMA, save_safetensors
 
 
@@ -793,7 +793,7 @@ def test_what_one_rank_alone_passes_is_refused_by_all(world2: World, tmp_path: P
     assert_expected_inline(
         "\n".join(re.sub("0x[0-9a-f]+", "0x", text) for text in told),
         """\
-TypeError: rank 1: load_checkpoint: path is None. latest_checkpoint returns None if it finds no checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system that all hosts share.
+TypeError: rank 1: load_checkpoint: path is None; pass the folder of a checkpoint, as a str or a Path (latest_checkpoint returns None if it finds none: call resume).
 TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a checkpoint, as a str or a Path.
 TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as peers_fully_shard
 
 from shardwise import load_checkpoint, save_checkpoint
 from shardwise.__main__ import main
-from shardwise.state.export import FileJob
+from shardwise.state.model_files import FileJob
 
 
 def values() -> dict[str, Tensor]:

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.load import opened
-from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest
-from shardwise.checkpoint.reading import read_objects
+from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest, read_objects
 from shardwise.checkpoint.stateful import STATES
 from shardwise.checkpoint.writing import write
 from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.agreement import RankGroup
-from shardwise.state.export import SHARD_BYTES, FileContents, FileJob, plan_files
-from shardwise.state.model_files import ModelFiles
+from shardwise.state.model_files import SHARD_BYTES, FileContents, FileJob, ModelFiles, plan_files
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")
 """Where programs put the model in a checkpoint of ``torch.distributed.checkpoint``, if not at the top."""

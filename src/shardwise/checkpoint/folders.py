@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from shardwise.arguments import check_type
 from shardwise.layout.fqns import listed
-from shardwise.state.export import sync
+from shardwise.state.model_files import sync
 
 
 def _hidden(path: Path, token: str, kind: str) -> Path:
@@ -57,14 +57,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 def given(caller: str, path: Any) -> Path:
     """The folder that a call is about."""
+    wanted = "the folder of a checkpoint, as a str or a Path"
     if path is None and caller == "load_checkpoint":
-        raise TypeError(
-            "load_checkpoint: path is None. latest_checkpoint returns None if it finds no "
-            "checkpoint: the folder does not exist on this host, or has none yet. Call resume(folder, ...), "
-            "which loads the newest one on all ranks, if there is one; and keep checkpoints on a file system "
-            "that all hosts share."
-        )
-    check_type(caller, "path", path, "the folder of a checkpoint, as a str or a Path", str, os.PathLike)
+        wanted += " (latest_checkpoint returns None if it finds none: call resume)"
+    check_type(caller, "path", path, wanted, str, os.PathLike)
     return absolute(path)
 
 
@@ -349,9 +345,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     point, as in a date, each part is a number. Names without a number are ignored; if there are no others, a
     warning is raised. If a save with ``keep`` is still running, wait for it: it removes older checkpoints.
 
-    Not collective: each rank looks by itself. To load the newest checkpoint on all ranks, call :func:`resume`
-    instead: if the file system shows a host an old state, that host may find none and not call
-    load_checkpoint, where the others wait for it.
+    Each rank looks by itself. To load the newest checkpoint on all ranks, call :func:`resume` instead: if the
+    file system shows a host an old state, that host may find none, where the others wait for it to load.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are.

@@ -27,7 +27,7 @@ from shardwise.checkpoint.folders import METADATA, OpenFolder
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import RankGroup
-from shardwise.state.export import sync
+from shardwise.state.model_files import sync
 
 _CHUNK = 16 << 20  # bytes of a file that are in flight between two hosts
 

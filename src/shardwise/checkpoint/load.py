@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from shardwise.arguments import check_flags, check_module, check_type
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.hosts import Hosts
-from shardwise.checkpoint.manifest import INFO, Manifest, by_first, is_extra_state
+from shardwise.checkpoint.manifest import (
+    INFO,
+    Manifest,
+    by_first,
+    check_records,
+    files_for,
+    is_extra_state,
+    read,
+    read_objects,
+)
 from shardwise.checkpoint.pending import begin
-from shardwise.checkpoint.reading import check_records, files_for, read, read_objects
 from shardwise.checkpoint.stateful import (
     STATES,
     StatefulPlan,
@@ -27,8 +35,13 @@ from shardwise.checkpoint.stateful import (
     rebuilt,
     tensor_places,
 )
-from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
+from shardwise.init.loads import (
+    give_memory,
+    is_on_meta,
+    mark_partly_loaded,
+    note_complete_load,
+    refuse_lost,
+)
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
@@ -86,9 +99,6 @@ class Loaded:
                 "save_checkpoint(..., shared={'step': step})."
             )
         return self.shared["step"]  # type: ignore[no-any-return]
-
-
-# --- loading --------------------------------------------------------------------------------------
 
 
 @monitored
@@ -193,19 +203,12 @@ def resume(
     """Load the newest complete checkpoint in `directory`, if there is one.
 
     Collective over all ranks of the default process group. The first rank looks for the checkpoint, as
-    :func:`latest_checkpoint` does, and all ranks load that one. If there is none, or no `directory`, nothing
-    is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty. The first rank logs which
-    checkpoint it found, or that it found none.
+    :func:`latest_checkpoint` does, logs what it found, and all ranks load that one. If there is none, or no
+    `directory`, nothing is loaded: the result has no `path`, its `step` is 0, and its `shared` is empty.
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
-        model: see :func:`load_checkpoint`, also for the following arguments.
-        optimizer: one, or several.
-        states: objects whose states are loaded, by name.
-        strict: False allows names to be missing on either side.
-        convert_dtype: convert floating-point tensors of another dtype.
-        verify: compare the data with its digests.
-        trust: create objects of any class, which can run any code.
+        model, optimizer, states, strict, convert_dtype, verify, trust: see :func:`load_checkpoint`.
         local: a folder of each host's own with checkpoints of `save_checkpoint(..., local=True)`. The newest
             one of which all files are left on some host is loaded, unless `directory` has a newer one.
 
@@ -289,7 +292,11 @@ def _load(
     manifest.folder.fetch(manifest.files_of(small))
     values = rank_group.run_on_all_ranks(lambda: read_objects(manifest, small, verify, trust))
     info = _dict_at(manifest, values, INFO)
-    loaded = _loaded(manifest, rank_group, values, info.get("world_size"))
+    is_same_size = info.get("world_size") == rank_group.size
+    per_rank = _dict_at(manifest, values, "per_rank", str(rank_group.rank)) if is_same_size else {}
+    was_given = per_rank.pop("", None) is not None
+    shared = _dict_at(manifest, values, "shared")
+    loaded = Loaded(manifest.path, shared, per_rank if was_given else None, info.get("world_size"))
 
     def plan() -> list[OptimizerPlan]:
         if not optimizers:
@@ -316,14 +323,9 @@ def _load(
     state_plans, left = rank_group.run_on_all_ranks(
         lambda: plan_states(manifest, stateful, own, everywhere, strict, convert_dtype)
     )
-    reading = Reading(manifest, model, targets, optimizers, plans, state_plans, values)
+    reading = Reading(manifest, model, targets, optimizers, plan, plans, state_plans, values)
     manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
-    if any(rank_group.all_gather_objects(is_on_meta(model))):
-        coming = [entry.value for entry in entries.values()]
-        rank_group.run_on_all_ranks(lambda: refuse_lost(model, "load_checkpoint", coming))
-        reading.plans = _planned_on_meta(rank_group, model, plan)
-        targets.entries = rank_group.run_on_all_ranks(lambda: entries_of(model))
     _fill(rank_group, reading)
     missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
     return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
@@ -353,22 +355,6 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
             is_known = entry.is_tensor and not is_extra_state(name)
             facts[name] = manifest.facts(places.get(())) if is_known else ShapeAndDtype.of(entry.value)
     targets.expect(facts, is_all=True)
-
-
-def _planned_on_meta(
-    rank_group: RankGroup, model: nn.Module, plan: Callable[[], list[OptimizerPlan]]
-) -> list[OptimizerPlan]:
-    """Give memory, then plan again: planned tensors are like the parameters. Values come later."""
-
-    def act() -> list[OptimizerPlan]:
-        give_memory(model)
-        return plan()
-
-    try:
-        return rank_group.run_on_all_ranks(act)
-    except Exception as error:
-        mark_partly_loaded(model, f"{error} Its parameters have memory and no values.")
-        raise
 
 
 def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
@@ -440,16 +426,6 @@ def _saved_state(manifest: Manifest, values: dict[str, Any]) -> SavedState:
     )
 
 
-def _loaded(
-    manifest: Manifest, rank_group: RankGroup, values: dict[str, Any], world_size: int | None
-) -> Loaded:
-    own: dict[str, Any] = {}
-    if world_size == rank_group.size:
-        own = _dict_at(manifest, values, "per_rank", str(rank_group.rank))
-    was_given = own.pop("", None) is not None
-    return Loaded(manifest.path, _dict_at(manifest, values, "shared"), own if was_given else None, world_size)
-
-
 @dataclass
 class Reading:
     """Everything known once only reading is left: what goes where."""
@@ -458,6 +434,7 @@ class Reading:
     model: nn.Module
     targets: LoadTargets
     optimizers: Optimizers
+    plan: Callable[[], list[OptimizerPlan]]
     plans: list[OptimizerPlan]
     state_plans: list[StatefulPlan]
     values: dict[str, Any]  # read before
@@ -468,6 +445,8 @@ class Reading:
 
     def prepare(self, verify: bool, trust: bool) -> None:
         """Read values, and verify tensors: the last step that may fail before anything changes."""
+        coming = [entry.value for entry in self.targets.entries.values()]
+        refuse_lost(self.model, "load_checkpoint", coming)
         targets = self._targets()
         objects = [key for key, target in targets.items() if target is None]
         self.values = self.values | read_objects(self.manifest, objects, verify, trust)
@@ -476,6 +455,11 @@ class Reading:
 
     def run(self) -> None:
         """Read, and give everything to its owner."""
+        if is_on_meta(self.model):
+            with _trying("the model could not be given memory"):
+                give_memory(self.model)
+                self.plans = self.plan()  # anew: planned tensors are like the parameters
+                self.targets.entries = entries_of(self.model)
         targets = self._targets()
         tensors = {key: target for key, target in targets.items() if target is not None}
         with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):

@@ -101,8 +101,6 @@ class _Unpickler(pickle.Unpickler):
         raise Untrusted(f"it asks for {module}.{name}, which the index of a checkpoint has no use for")
 
 
-# --- what was noted, made ---------------------------------------------------------------------------
-
 _MADE = {
     kind.__name__: kind
     for kind in (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)

@@ -27,7 +27,7 @@ from shardwise.checkpoint.stateful import (
     warn_of_objects,
 )
 from shardwise.checkpoint.writing import write
-from shardwise.init.partial_loads import why_partly_loaded
+from shardwise.init.loads import why_partly_loaded
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored
@@ -42,8 +42,6 @@ from shardwise.state.named_state import (
     staged,
     state_of,
 )
-
-# --- saving ---------------------------------------------------------------------------------------
 
 
 @monitored

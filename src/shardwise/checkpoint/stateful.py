@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import unsafe_names
+from shardwise.checkpoint.manifest import Manifest, unsafe_names
 from shardwise.layout.fqns import listed
 from shardwise.state.loading import LoadTargets, ShapeAndDtype
 from shardwise.state.named_state import StateEntry, StatePath

@@ -12,7 +12,7 @@ from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.agreement import RankGroup
-from shardwise.state.export import sync
+from shardwise.state.model_files import sync
 
 
 def write(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.reading import unsafe_names
+from shardwise.checkpoint.manifest import unsafe_names
 from shardwise.layout.fqns import clean, listed, listed_ranks
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)_model_states\.pt")

@@ -14,9 +14,14 @@ from shardwise.arguments import check_module, check_type
 from shardwise.engine.module_state import module_states_at_rest, sharded_module_states
 from shardwise.groups.shards import meta_message
 from shardwise.groups.states import SHARDED
-from shardwise.init.inventory import Inventory, refuse_what_is_missing
-from shardwise.init.meta_memory import give_memory, named_tensors
-from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
+from shardwise.init.loads import (
+    give_memory,
+    mark_partly_loaded,
+    named_tensors,
+    note_complete_load,
+    refuse_meta,
+)
+from shardwise.init.placeholders import Inventory, refuse_what_is_missing
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.ranks.agreement import run_on_all_ranks
@@ -109,8 +114,8 @@ def materialize(
     )
     all_fresh = all(p.is_empty for p in inventory.placeholders.values() if p.param is not None)
     with _one_random_state(model, inventory):
-        for visit in inventory.visits():
-            visit.run(init_fn)
+        for modules in inventory.visits():
+            inventory.initialise(modules, init_fn)
     refuse_what_is_missing(inventory)
     if all_fresh:
         note_complete_load(model)
@@ -159,17 +164,14 @@ def sync_module_states(model: nn.Module, *, src: int = 0) -> None:
     run_on_all_ranks(axes, comm_device, check, caller="sync_module_states", same={"src": src})
     broadcast = Broadcast(axes, src, comm_device)
     if not axes or are_fake(axes, comm_device):
-        _refuse_meta(named_tensors(model), "sync_module_states")
+        refuse_meta(named_tensors(model), "sync_module_states")
         return
     infos = broadcast.object(tensor_infos(named_tensors(model)))
     run_on_all_ranks(axes, comm_device, lambda: _prepare_to_receive(model, infos, broadcast.is_source, src))
     try:
         make_equal(named_tensors(model), infos, broadcast, comm_device)
-        for param in [
-            param
-            for module_state in sharded_module_states(model)
-            for param in module_state.group.shards.params
-        ]:
+        groups = [module_state.group for module_state in sharded_module_states(model)]
+        for param in [param for group in groups for param in group.shards.params]:
             if not param.mesh.replicate_axis.is_alone:
                 param.full_load = None  # of one replica alone, perhaps, and now of all
     except BaseException as error:
@@ -205,7 +207,7 @@ def check_replicas(model: nn.Module) -> None:
 
     def check() -> None:
         module_states_at_rest("check_replicas", model)
-        _refuse_meta(named, "check_replicas")
+        refuse_meta(named, "check_replicas")
 
     run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
     if named:
@@ -267,9 +269,6 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
         torch.get_device_module(device.type).set_rng_state(states[1], device)
 
 
-# --- small things ---------------------------------------------------------------------------------
-
-
 def _check_syncable(model: nn.Module, src: Any) -> None:
     check_type("sync_module_states", "src", src, "a global rank", int)
     for module_state in module_states_at_rest("sync_module_states", model):
@@ -307,8 +306,3 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
         )
     if any(tensor.is_meta for _, tensor in named):
         give_memory(model)
-
-
-def _refuse_meta(named: list[Named], caller: str) -> None:
-    if names := [name for name, tensor in named if tensor.is_meta]:
-        raise RuntimeError(f"{caller}: {meta_message(names)}")

@@ -131,7 +131,11 @@ class ShardMesh:
         if not isinstance(tensor, DTensor):
             # One object for all equal ones, so that loops over parameters can compare by identity.
             return self.mesh, self._plain.setdefault(tuple(placed), tuple(placed))
-        self._check_placements(tensor, where)
+        if partial := next((each for each in tensor.placements if each.is_partial()), None):
+            raise ValueError(
+                f"{where} is a DTensor with the placement {partial}, a part of a sum, which cannot be "
+                "trained. Redistribute it to Shard(...) or Replicate() first."
+            )
         if self.full_mesh is not None and tensor.device_mesh == self.full_mesh.mesh:
             return self.full_mesh.mesh_of_shards, self.full_mesh.placements(tensor, shard, where)
         inner = tensor.device_mesh
@@ -162,14 +166,6 @@ class ShardMesh:
     @property
     def _root(self) -> DeviceMesh:
         return dtensor.root_mesh(self.mesh if self.full_mesh is None else self.full_mesh.mesh)
-
-    def _check_placements(self, tensor: DTensor, where: str) -> None:
-        for placement in tensor.placements:
-            if placement.is_partial():
-                raise ValueError(
-                    f"{where} is a DTensor with the placement {placement}, a part of a sum, which cannot be "
-                    "trained. Redistribute it to Shard(...) or Replicate() first."
-                )
 
     def _slice_like(self, inner: DeviceMesh, where: str) -> DeviceMesh:
         """``inner`` as a slice of our root, from which a joint mesh can be made."""
@@ -303,7 +299,11 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
             raise ValueError(
                 f"fully_shard: dp_mesh_dims names '{name}' twice. A dimension either shards or replicates."
             )
-    parts = {role: _flattened(mesh, names) for role, names in named.items() if names}
+    parts = {
+        role: mesh[names[0]] if len(names) == 1 else dtensor.flatten_mesh(mesh[names])
+        for role, names in named.items()
+        if names
+    }
     sources: list[str | int] = []
     for index, name in enumerate(known):
         role = next((role for role, names in named.items() if name in names), None)
@@ -339,10 +339,6 @@ def _names(dims: Any, role: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"fully_shard: dp_mesh_dims.{role} is {value!r}; pass names of mesh dimensions.")
     return names
-
-
-def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else dtensor.flatten_mesh(mesh[names])
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:

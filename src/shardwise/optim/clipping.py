@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients, and the norm of any tensors. norms.py measures them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,7 @@ from shardwise.optim.norms import (
     HeldGradients,
     NormPlan,
     gradients_in,
-    held_gradients,
     held_tensors,
-    norms_of_pieces,
     note_passed,
     total_norm,
 )
@@ -24,7 +22,7 @@ from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.params.replaced_parameter import name_of_replaced
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.torch_compat import foreach
+from shardwise.torch_compat import dtensor, foreach
 
 
 @torch.no_grad()
@@ -56,11 +54,10 @@ def clip_grad_norm_(
         The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
         float64 if a gradient is. The same bits on every rank of the largest mesh.
 
-    Collective: all ranks of a mesh call it, with the same parameters. It costs one all-reduce for each mesh
-    dimension over which a parameter is sharded. Each sends 32 bytes a rank: 8 for each kind of placement
-    (seldom more than three), and 8 to compare the parameters. The parameters alone determine the
-    all-reduces: a rank may lack any gradient. Gradients whose placements differ from their parameter's
-    (``Partial``) are first redistributed, one by one.
+    Collective: all ranks of a mesh call it, with the same parameters; a rank may lack any gradient. It costs
+    one all-reduce for each mesh dimension over which a parameter is sharded, of 32 bytes a rank: 8 for each
+    kind of placement (seldom more than three), and 8 to compare the parameters. Gradients whose placements
+    differ from their parameter's (``Partial``) are first redistributed, one by one.
 
     Parameters may differ between ranks where no mesh relates them: plain ones beside DTensors, whose
     gradients belong to the rank (``ignored_params``), and DTensors on a slice of a mesh whose other
@@ -94,21 +91,18 @@ def clip_grad_norm_(
 def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0) -> Tensor:
     """The norm of all elements of ``tensors``, whole ones, however they are divided between ranks.
 
-    What ``torch.nn.utils.get_total_norm`` is for plain tensors. The tensors themselves are measured: for
-    gradients, pass ``param.grad``, or use what :func:`clip_grad_norm_` returns. DTensors may be on any
-    meshes, sharded, replicated and tensor-parallel, together with plain tensors. No graph is recorded.
+    What ``torch.nn.utils.get_total_norm`` is for plain tensors, for those that :func:`clip_grad_norm_` takes,
+    and with its collectives. The tensors themselves are measured: for gradients, pass ``param.grad``. No
+    graph is recorded.
 
     Args:
-        tensors: a tensor, or an iterable of tensors. One that appears twice counts once.
+        tensors: a tensor, or an iterable of tensors; the same on all ranks of a mesh. One that appears twice
+            counts once. Where plain tensors differ by rank beside DTensors, the largest of the norms counts.
         norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
 
     Returns:
         A plain tensor without dimensions on the device of the mesh, float32, or float64 if a tensor is.
         Summed in float64, and the same bits on every rank.
-
-    Collective, with the all-reduces of :func:`clip_grad_norm_`: one for each mesh dimension over which a
-    tensor is sharded. All ranks of a mesh pass the same tensors. Where plain tensors differ by rank beside
-    DTensors, the largest of the ranks' norms counts.
 
     Raises:
         TypeError: ``tensors`` is or contains something else, such as the ``.grad`` of a parameter without.
@@ -150,10 +144,8 @@ def _clip(
         plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
         total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
-            each = list(given.parameters()) if is_module else given
-            gradients = held_gradients(each, caller, name_of)  # one by one, to name the culprits
-            of_each = norms_of_pieces(gradients.measured, power, foreach is not False)
-            raise RuntimeError(_message_about_nonfinite(total, power, gradients, of_each, name_of))
+            bad = [name_of(p) for p in (given.parameters() if is_module else given) if not _is_finite(p.grad)]
+            raise RuntimeError(_message_about_nonfinite(total, power, bad))
         if limit < math.inf:
             present = [local for local in gradients.locals if local is not None]
             _scale(present, limit, total, foreach is not False)
@@ -186,18 +178,12 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
             foreach.mul_(some, factors[device])
 
 
-def _message_about_nonfinite(
-    total: Tensor,
-    power: float,
-    gradients: HeldGradients,
-    norms: Sequence[Sequence[Tensor]],
-    name_of: Callable[[Tensor], str],
-) -> str:
-    names = [
-        name_of(param)
-        for param, own in zip(gradients.params, norms, strict=True)
-        if not all(norm.isfinite() for norm in own)
-    ]
+def _is_finite(gradient: Tensor | None) -> bool:
+    local = torch.zeros(()) if gradient is None else dtensor.plain(gradient)
+    return bool((local if local.layout is torch.strided else local.to_dense()).isfinite().all())
+
+
+def _message_about_nonfinite(total: Tensor, power: float, names: Sequence[str]) -> str:
     here = "No gradient on this rank is to blame: other ranks name theirs."
     if names:
         here = f"On this rank it comes from {listed(names, 4)}."

@@ -36,24 +36,15 @@ from shardwise.optim.flat_runs import (
     make_runs,
     own_copy,
 )
-from shardwise.optim.owner_exchange import placed_gradient, refuse_twice
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.optim.owner_exchange import name_or_shape, placed_gradient, placed_like, refuse_twice
 from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.ASGD),
 )
 NOT_ELEMENTWISE = {
     "LBFGS": "it looks at all parameters together",
@@ -85,14 +76,14 @@ class FlatOptimizer(Optimizer):
             optimizer; or its ``step`` is already wrapped, as by a learning rate scheduler: make schedulers
             afterwards.
 
-    Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. A parameter
-    that is not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch
-    chooses between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
+    Parameters may also be plain tensors, DTensors of other origin, frozen, or without gradient. One that is
+    not in a flat shard, or whose gradient was replaced, is stepped on its local tensor. Where torch chooses
+    between ``foreach`` and a loop, it chooses as for plain tensors: ``foreach`` on a GPU.
 
-    Costs no memory besides the state and its padding: less than 16 elements a parameter. The next step needs
-    a few milliseconds more if parameters have moved, if different parameters have gradients, or if ``state``
-    was read. ``state`` shows views of the flat state: look it up again after each step, since numbers such as
-    step counts are copies. No communication.
+    No communication, and no memory besides the state and its padding: less than 16 elements a parameter. The
+    next step needs a few milliseconds more if parameters have moved, if different parameters have gradients,
+    or if ``state`` was read. That shows views of the flat state: look it up again after each step, since
+    numbers such as step counts are copies.
 
     Example::
 
@@ -246,26 +237,17 @@ class FlatOptimizer(Optimizer):
             ref, part = self._shown_views.get(id(dtensor.local_tensor(value)), (None, None))
             if ref is not None and ref() is dtensor.local_tensor(value):
                 return part
-            if value.placements != param.placements or value.device_mesh != param.device_mesh:
-                value = value.redistribute(param.device_mesh, param.placements)
-            return StateSlice(dtensor.local_tensor(value), 0, is_ours=False)
+            return StateSlice(dtensor.local_tensor(placed_like(value, param)), 0, is_ours=False)
         if isinstance(value, DTensor) or (
             value.numel() != 1 and value.shape != dtensor.local_tensor(param).shape
         ):
             raise ValueError(
-                f"{_name(param)}: '{key}' in the state of {type(self).__name__} is a "
+                f"{name_or_shape(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
                 f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
                 "has. Load full states with shardwise.state.load_full_optimizer_state_dict."
             )
         return value if value.numel() == 1 else StateSlice(value, 0, is_ours=False)
-
-    # --- planning ---------------------------------------------------------------------------------
-
-    def _max_gap(self, group: dict[str, Any]) -> int:
-        """How much padding runs may span: none if the optimizer may turn zeros into other numbers."""
-        is_known = self._made_of[1] in ELEMENTWISE
-        return MAX_GAP if is_known and has_eps(group) else 0
 
     def _replan(self) -> list[Tensor]:
         """Make runs of the current parameters; return their gradients."""
@@ -276,7 +258,9 @@ class FlatOptimizer(Optimizer):
             _check_group(type(self).__name__, index, group)
             sharded = [param for param in group["params"] if isinstance(param, DTensor)]
             members = [_run_member(p, apart.get(p)) for p in sharded if p.grad is not None]
-            runs = make_runs(members, self._max_gap(group))
+            # No padding in runs if the optimizer may turn zeros into other numbers.
+            keeps_zeros = self._made_of[1] in ELEMENTWISE and has_eps(group)
+            runs = make_runs(members, MAX_GAP if keeps_zeros else 0)
             plain = [param for param in group["params"] if not isinstance(param, DTensor)]
             flats.append([*plain, *(run.flat for run, _ in runs)])
             found += runs
@@ -296,15 +280,10 @@ class FlatOptimizer(Optimizer):
 
 
 def _run_member(param: DTensor, state: ParamState | None) -> RunMember:
-    given, gradient = param.grad, placed_gradient(param, _name(param))
+    given, gradient = param.grad, placed_gradient(param, name_or_shape(param))
     is_usual = type(given) is DTensor and given.placements == param.placements
     local, own = dtensor.local_tensor(param), dtensor.local_tensor(gradient)
     return RunMember(param, local, own, is_usual, locate(param, local, own), state)
-
-
-def _name(param: Tensor) -> str:
-    name = name_of_replaced(param)  # type: ignore[arg-type]
-    return f"a parameter of shape {tuple(param.shape)}" if name is None else name
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -353,7 +332,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
             "flat shards. Use the optimizer without FlatOptimizer."
         )
-    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], _name)
+    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], name_or_shape)
 
 
 # --- the class ------------------------------------------------------------------------------------
@@ -390,27 +369,17 @@ def _flat_class(flat: Any, kind: Any) -> Any:
         "__repr__": _repr,
     }
     bases: tuple[Any, ...] = (flat, kind)
-    if not _begins_as_optimizer(kind):
+    first = kind
+    while first not in (Optimizer, object):
+        first = first.__base__
+    if first is object:
         bases = (kind, flat)
-        body = _methods(flat) | body
+        overrides: dict[str, Any] = {}
+        for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
+            overrides |= vars(each)
+        not_ours = ("__dict__", "__weakref__", "__new__")
+        body = {key: value for key, value in overrides.items() if key not in not_ours} | body
     return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(body))
-
-
-def _begins_as_optimizer(kind: Any) -> bool:
-    """Whether following the first bases of ``kind`` leads to ``Optimizer``."""
-    while kind is not Optimizer and kind is not object:
-        kind = kind.__base__
-    return kind is Optimizer
-
-
-def _methods(flat: Any) -> dict[str, Any]:
-    """The attributes that ``flat`` and its bases add to `Optimizer`."""
-    found: dict[str, Any] = {}
-    for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
-        found |= vars(each)
-    for name in ("__dict__", "__weakref__", "__new__"):
-        found.pop(name, None)
-    return found
 
 
 def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:

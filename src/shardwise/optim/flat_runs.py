@@ -327,12 +327,13 @@ class StepPlan:
             for member in members
         ]
         self._firsts: list[int] = []
-        self._ranges: list[_MergedRange] = []
+        self._ranges: list[tuple[GradientRange, int, int]] = []  # of merged runs, among all gradients
         count = 0
         for run, some in found:
             self._firsts.append(count)
             if run.is_merged:
-                self._ranges.append(_merged_range(some, count))
+                gradients = GradientRange(some[0].at.gradients, [member.at.position for member in some])
+                self._ranges.append((gradients, count, count + len(some)))
             count += len(some)
 
     def gradients(self, groups: Groups) -> list[Tensor] | None:
@@ -348,7 +349,7 @@ class StepPlan:
         if not all(map(is_, map(_SPEC, gradients), self._specs)):
             return None
         locals_ = list(map(_LOCAL, gradients))
-        if not all(of.gradients.is_in_place(locals_[of.begin : of.end]) for of in self._ranges):
+        if not all(of.is_in_place(locals_[begin:end]) for of, begin, end in self._ranges):
             return None
         return [run.gradient(locals_[first]) for run, first in zip(self.runs, self._firsts, strict=True)]
 
@@ -362,21 +363,6 @@ class StepPlan:
                 return False
         with tensor_impl.plain_access():
             return not any(map(is_not, map(_GRAD, self._resting), repeat(None)))
-
-
-class _MergedRange(NamedTuple):
-    """The gradients of a merged run, and their range among all gradients."""
-
-    gradients: GradientRange
-    begin: int
-    end: int
-
-
-def _merged_range(members: Sequence[RunMember], begin: int) -> _MergedRange:
-    locations = [member.location for member in members if member.location is not None]
-    indices = [location.position for location in locations]
-    gradients = GradientRange(locations[0].gradients, indices)
-    return _MergedRange(gradients, begin, begin + len(members))
 
 
 _LOCAL, _GRAD, _SPEC = dtensor.local_tensor, attrgetter("grad"), dtensor.spec_of

@@ -5,22 +5,251 @@ owners. An AdamW on flat shards steps the other parameters. It shares its param 
 the state of both is shown as one.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.fqns import clean
 from shardwise.optim.flat_optimizer import FlatOptimizer
-from shardwise.optim.hidden_matrices import Coefficients, is_hidden_matrix, newton_schulz
-from shardwise.optim.muon_step import MatrixStep, MuonPlan, Orthogonalize, RowBlocks
-from shardwise.optim.owner_exchange import BATCH_BYTES, known_name, names_in, refuse_twice
-from shardwise.optim.whole_matrices import check_matrix
+from shardwise.optim.owner_exchange import (
+    BATCH_BYTES,
+    known_name,
+    local_gradient,
+    names_in,
+    names_of,
+    placed_like,
+    refuse_twice,
+)
+from shardwise.optim.owners import Block, BlockKey
+from shardwise.optim.whole_matrices import WholeMatrices, check_matrix, on_stacks
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.torch_compat import optimizers
+from shardwise.torch_compat import dtensor, foreach, optimizers
+
+_EMBEDDINGS = ("embed", "wte", "wpe", "emb")
+_HEADS = ("head", "output", "classifier", "score", "logits", "embed_out")
+
+Coefficients = tuple[float, float, float]
+
+
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    """Whether :class:`Muon` orthogonalises a parameter by default; AdamW steps the others.
+
+    It does if the parameter has two dims of more than one element, or three, as matrices of experts
+    stacked on dim 0 have. It does not if the parameter belongs to
+
+    - an ``nn.Embedding`` or ``nn.EmbeddingBag``, even one that shares its weight with a head (known of
+      parameters that ``fully_shard`` has made), or to a module with ``embed``, ``emb``, ``wte`` or ``wpe``
+      in its own name; nor if the parameter itself has one of these in its name, as ``pos_embed`` has;
+    - a head: a module called ``head``, ``output``, ``classifier``, ``score``, ``logits`` or ``embed_out``,
+      or whose name ends with ``_head``;
+    - a convolution, or, with three dims, an unknown module, which may be a convolution.
+
+    Args:
+        name: its fully qualified name; "" if it has none.
+        param: sharded or not.
+
+    Example::
+
+        def is_matrix(name, param):
+            return is_hidden_matrix(name, param) and "router" not in name
+
+        optimizer = Muon(model.named_parameters(), lr=0.02, is_matrix=is_matrix)
+    """
+    if param.dim() not in (2, 3) or min(param.shape[-2:]) < 2 or not param.is_floating_point():
+        return False
+    found = bucket_and_index(param)
+    modules = [] if found is None else [site.module for site in found[0].params[found[1]].sites]
+    others = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+    if any(isinstance(module, others) for module in modules) or (param.dim() == 3 and not modules):
+        return False
+    path = clean(name).split(".")
+    if "parametrizations" in path:  # by torch.nn.utils.parametrize: up.parametrizations.weight.original
+        at = path.index("parametrizations")
+        path = [*path[:at], *path[at + 1 : at + 2]]
+    own = path[-2] if len(path) > 1 else path[-1]
+    is_head = own in _HEADS or own.endswith("_head")
+    return not (is_head or _is_embedding(own) or _is_embedding(path[-1]))
+
+
+def _is_embedding(name: str) -> bool:
+    """Judged by the name of a module or parameter alone."""
+    return any(part in _EMBEDDINGS for part in name.split("_")) or "embed" in name
+
+
+def newton_schulz(matrices: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    """Approximate the nearest matrices with orthonormal rows or columns, by iterating a quintic polynomial.
+
+    Brings all singular values close to one: with the usual coefficients between 0.7 and 1.2. From
+    Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
+
+    Args:
+        matrices: ``[count, rows, columns]``, or ``[rows, columns]``, in the dtype to compute in.
+        coefficients: of the polynomial: of the first, third and fifth power.
+        steps: how many times to apply it.
+        eps: the smallest norm to divide by beforehand.
+
+    Returns:
+        The results, in the same shape and dtype.
+
+    No branch depends on values, so ``torch.compile`` makes one graph for each shape.
+    """
+    if matrices.dim() == 3 and len(matrices) == 1:  # use the kernel of plain matrices
+        return newton_schulz(matrices[0], coefficients, steps, eps).unsqueeze(0)
+    first, third, fifth = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = multiply_add(gram, gram, gram, beta=third, alpha=fifth)
+        x = multiply_add(x, polynomial, x, beta=first)
+    return x.mT if is_tall else x
+
+
+def newton_schulz_cost(steps: int, rows: int, columns: int) -> float:
+    """Multiplications and additions of :func:`newton_schulz` on one matrix."""
+    small, large = min(rows, columns), max(rows, columns)
+    return float(steps * (4 * small * small * large + 2 * small**3))
+
+
+RowBlocks = Callable[[str, Tensor], Sequence[int] | None]
+Orthogonalize = Callable[[Tensor, Coefficients, int, float], Tensor]
+
+BUFFER = "momentum_buffer"
+
+
+class MuonPlan:
+    """The matrices of all param groups, where they are assembled, and the premises of this plan."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], row_blocks: RowBlocks | None, dtype: torch.dtype, limit: int
+    ) -> None:
+        self.params: list[Tensor] = [param for group in groups for param in group["params"]]
+        self.groups = [group for group in groups for _ in group["params"]]
+        self.names = names_of(groups)
+        blocks: dict[int, Sequence[int]] = {}
+        for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
+            if row_blocks is not None and (found := row_blocks(name, param)) is not None:
+                blocks[index] = found
+        steps = max((group["ns_steps"] for group in groups), default=1)
+        self.exchange = WholeMatrices(
+            self.params,
+            row_blocks=blocks,
+            dtype=dtype,
+            cost=partial(newton_schulz_cost, max(1, steps)),
+            batch_bytes=limit,
+            names=self.names,
+        ).exchange
+
+    def is_of(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether it is still the plan for ``groups``."""
+        params = [param for group in groups for param in group["params"]]
+        owners = [group for group in groups for _ in group["params"]]
+        pairs = (params, self.params), (owners, self.groups)
+        is_same = all(list(map(id, now)) == list(map(id, then)) for now, then in pairs)
+        return is_same and self.exchange.is_of(params)
+
+
+class MatrixStep:
+    """One step of all matrices that have gradients."""
+
+    def __init__(self, plan: MuonPlan, state: Any, orthogonalize: Orthogonalize) -> None:
+        self._plan = plan
+        self._state = state
+        self._orthogonalize = orthogonalize
+        self._gradients: dict[int, Tensor] = {}
+        problem = None
+        try:
+            for index, (param, name) in enumerate(zip(plan.params, plan.names, strict=True)):
+                if param.grad is not None:
+                    self._gradients[index] = local_gradient(param, name, "Muon needs whole matrices")
+                    _check_buffer((state.get(param) or {}).get(BUFFER), param, name)
+        except Exception as error:
+            problem = error
+        plan.exchange.agree("Muon.step", self._gradients, problem)
+
+    def run(self) -> None:
+        """Average gradients, decay weights, and add the orthogonalised matrices."""
+        self._locals = {index: dtensor.plain(self._plan.params[index]).detach() for index in self._gradients}
+        self._buffers = {index: self._buffer(index) for index in self._gradients}
+        for key, some in self._by(lambda group: 1 - group["momentum"]).items():
+            foreach.lerp_([self._buffers[i] for i in some], [self._gradients[i] for i in some], key)
+        for key, some in self._by(lambda group: 1 - float(group["lr"]) * group["weight_decay"]).items():
+            foreach.mul_([self._locals[i] for i in some], key)
+        self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
+
+    def _by(self, value: Callable[[dict[str, Any]], float]) -> dict[float, list[int]]:
+        """The matrices by a value of their groups."""
+        values = {id(group): value(group) for group in self._plan.groups}
+        found: dict[float, list[int]] = {}
+        for index in self._gradients:
+            found.setdefault(values[id(self._plan.groups[index])], []).append(index)
+        return found
+
+    def _buffer(self, index: int) -> Tensor:
+        """This rank's part of the average of a matrix's gradients."""
+        param, state = self._plan.params[index], self._state[self._plan.params[index]]
+        if BUFFER not in state:
+            state[BUFFER] = dtensor.placed_as(param, torch.zeros_like(self._gradients[index]))
+        if isinstance(param, DTensor):
+            state[BUFFER] = placed_like(state[BUFFER], param)
+        local = dtensor.plain(state[BUFFER])
+        if self._gradients[index].dtype != local.dtype:
+            self._gradients[index] = self._gradients[index].to(local.dtype)
+        return local
+
+    def _update(self, index: int) -> tuple[Tensor]:
+        """This rank's part of the matrix to orthogonalise."""
+        group, buffer = self._plan.groups[index], self._buffers[index]
+        return (self._gradients[index].lerp(buffer, group["momentum"]) if group["nesterov"] else buffer,)
+
+    def _orthogonalized(self, matrices: Tensor, keys: list[BlockKey]) -> Tensor:
+        alike: dict[Any, list[int]] = {}
+        for place, key in enumerate(keys):
+            group = self._plan.groups[key.tensor]
+            settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+            alike.setdefault(settings, []).append(place)
+        if len(alike) == 1:
+            return self._orthogonalize(matrices, *next(iter(alike)))
+        results = torch.empty_like(matrices)
+        for settings, places in alike.items():
+            results[places] = self._orthogonalize(matrices[places], *settings)
+        return results
+
+    def _add(self, matrix: Block, index: tuple[slice, ...], rows: Tensor) -> None:
+        group, local = self._plan.groups[matrix.key.tensor], self._locals[matrix.key.tensor]
+        lr = _adjusted(float(group["lr"]), group["adjust_lr_fn"], *matrix.shape[-2:])
+        local[index].add_(rows.to(local.device), alpha=-lr)
+
+
+def _adjusted(lr: float, how: str | None, rows: int, columns: int) -> float:
+    """The learning rate of a matrix of this shape."""
+    if how == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    if how == "spectral_unclamped":
+        return lr * math.sqrt(rows / columns)
+    return lr * math.sqrt(max(1, rows / columns))
+
+
+def _check_buffer(buffer: Any, param: Tensor, name: str) -> None:
+    if buffer is None:
+        return
+    if isinstance(buffer, DTensor) != isinstance(param, DTensor) or buffer.shape != param.shape:
+        raise TypeError(
+            f"{name}: '{BUFFER}' in the state is a {type(buffer).__name__} of shape {tuple(buffer.shape)}, "
+            f"where a {type(param.data).__name__} of the parameter's shape, {tuple(param.shape)}, is "
+            "expected. Load full states with shardwise.state.load_full_optimizer_state_dict."
+        )
+
 
 Optimizer = torch.optim.Optimizer
 IsMatrix = Callable[[str, Tensor], bool]

@@ -50,9 +50,6 @@ _LARGEST_PLAIN_POWER = 6.0
 _PLAIN_DECADES = 250.0
 
 
-# --- the gradients --------------------------------------------------------------------------------
-
-
 GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
@@ -237,24 +234,21 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
 # --- norms on this rank ---------------------------------------------------------------------------
 
 
-def norms_of_pieces(tensors: Sequence[Tensor | None], power: float, is_foreach: bool) -> list[list[Tensor]]:
-    """The norms of the pieces of each tensor; an empty tensor has none."""
-    norms: list[list[Tensor]] = [[] for _ in tensors]
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor]]] = {}
-    for own, tensor in zip(norms, tensors, strict=True):
-        for piece in () if tensor is None else _pieces(tensor):
-            alike.setdefault((piece.device, piece.dtype), []).append((own, piece))
-    for (device, dtype), members in alike.items():
-        pieces = [piece for _, piece in members]
-        summed = _dtype_of_sums(device, dtype, power)
-        found: Iterable[Tensor]
+def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float, is_foreach: bool) -> list[Tensor]:
+    """The norms of the pieces of all tensors; an empty tensor has none."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for piece in chain.from_iterable(_pieces(tensor) for tensor in tensors if tensor is not None):
+        alike.setdefault((piece.device, piece.dtype), []).append(piece)
+    norms: list[Tensor] = []
+    for (device, dtype), pieces in alike.items():
+        # At least float32; float64 for exponents whose powers would soon leave the range of float32.
+        least = torch.float32 if power in (1.0, 2.0, math.inf) else widest(device)
+        summed = torch.promote_types(torch.promote_types(dtype, least), torch.float32)
         if _LARGEST_PLAIN_POWER < power < math.inf:
-            found = [norm_of(piece.to(summed), power) for piece in pieces]
-        else:
-            lists = [pieces] if is_foreach else [[piece] for piece in pieces]
-            found = [norm for some in lists for norm in foreach.norm(some, power, dtype=summed)]
-        for (own, _), norm in zip(members, found, strict=True):
-            own.append(norm)
+            norms += [norm_of(piece.to(summed), power) for piece in pieces]
+            continue
+        for some in [pieces] if is_foreach else [[piece] for piece in pieces]:
+            norms += foreach.norm(some, power, dtype=summed)
     return norms
 
 
@@ -267,13 +261,6 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() > _PIECE_NUMEL and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor.view(-1).split(_PIECE_NUMEL)
     return (tensor,)
-
-
-def _dtype_of_sums(device: torch.device, dtype: torch.dtype, power: float) -> torch.dtype:
-    """At least float32; float64 for exponents whose powers would soon leave the range of float32."""
-    if power not in (1.0, 2.0, math.inf):
-        dtype = torch.promote_types(dtype, widest(device))
-    return torch.promote_types(dtype, torch.float32)
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -420,9 +407,8 @@ def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreac
     """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
     own = []
     for indices in plan.members:
-        norms = norms_of_pieces([gradients.measured[i] for i in indices], power, is_foreach)
-        pieces = [norm for of_one in norms for norm in of_one]
-        own.append(norm_of(stacked(pieces, plan.device), power).view(1))
+        norms = _norms_of_pieces([gradients.measured[i] for i in indices], power, is_foreach)
+        own.append(norm_of(stacked(norms, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)
     if len(of_kinds) == 1:

@@ -496,6 +496,11 @@ def known_name(tensor: Any) -> str:
     return (name_of_replaced(tensor) if isinstance(tensor, torch.nn.Parameter) else None) or ""
 
 
+def name_or_shape(param: Tensor) -> str:
+    """The name of a parameter, or what can be said of it."""
+    return known_name(param) or f"a parameter of shape {tuple(param.shape)}"
+
+
 def names_in(group: Mapping[str, Any]) -> list[str]:
     """The names of the parameters of a group; "" if unknown."""
     return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]
@@ -567,6 +572,11 @@ def placed_gradient(param: DTensor, name: str) -> DTensor:
             "parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to "
             ".grad of sharded parameters, or None."
         )
-    if gradient.placements != param.placements or gradient.device_mesh != param.device_mesh:
-        gradient = gradient.redistribute(param.device_mesh, param.placements)
-    return gradient
+    return placed_like(gradient, param)
+
+
+def placed_like(value: DTensor, param: DTensor) -> DTensor:
+    """``value`` on the mesh and with the placements of ``param``."""
+    if value.placements == param.placements and value.device_mesh == param.device_mesh:
+        return value
+    return value.redistribute(param.device_mesh, param.placements)

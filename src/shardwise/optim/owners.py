@@ -157,8 +157,6 @@ class OwnerPlan:
             ]
         return self._holders[key]
 
-    # --- rounds -----------------------------------------------------------------------------------
-
     def owned_in_rounds(self, size: Callable[[Block], int], limit: int | None) -> list[list[Sequence[Block]]]:
         """The blocks that each member owns in each round, whichever tensors are active.
 

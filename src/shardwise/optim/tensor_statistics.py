@@ -149,12 +149,12 @@ def statistics(
         return {name: _described(row, edges) for name, row in rows.items() if first[id(row)] == name}
     inside: dict[str, dict[int, Row]] = {}
     for name, row in rows.items():
-        for module in _modules_around(name, depth):
+        parts = name.split(".")[:-1]
+        most = len(parts) if depth is None else min(depth, len(parts))
+        for module in [".".join(parts[:count]) for count in range(most + 1)]:
             inside.setdefault(module, {})[id(row)] = row
     return {name: _described(_as_one(list(own.values())), edges) for name, own in inside.items()}
 
-
-# --- what is measured -----------------------------------------------------------------------------
 
 Row = list[float]
 
@@ -238,12 +238,6 @@ def _with_those_of(
             "other parameters each, as stages do: pass mappings in which names begin with the stage."
         )
     return {name: row for _, theirs in everyone for name, row in theirs.items()}
-
-
-def _modules_around(name: str, depth: int | None) -> list[str]:
-    parts = name.split(".")[:-1]
-    most = len(parts) if depth is None else min(depth, len(parts))
-    return [".".join(parts[:count]) for count in range(most + 1)]
 
 
 # --- rows -----------------------------------------------------------------------------------------

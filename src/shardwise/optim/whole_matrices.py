@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_bytes
-from shardwise.layout.mesh import device_of
 from shardwise.layout.regions import Region
 from shardwise.optim.owner_exchange import (
     BATCH_BYTES,
@@ -23,6 +21,7 @@ from shardwise.optim.owner_exchange import (
     check_divisible,
     form_of,
     known_name,
+    sharing_of,
 )
 from shardwise.optim.owners import Block, BlockKey
 from shardwise.ranks.failures import monitor_of_job
@@ -46,18 +45,14 @@ def on_whole_matrices(
 ) -> list[Tensor]:
     """Apply ``function`` to the whole matrices of sharded tensors, each on one rank, and shard the results.
 
-    For optimizers that need whole matrices. Each matrix is assembled on its owner, one of the ranks that
-    share it. The owner calls ``function``, and sends the result back, sharded as the tensor is.
-    :class:`WholeMatrices` makes the plan for this once, for many calls.
+    Each matrix is assembled on its owner, one of the ranks that share it. The owner calls ``function``, and
+    sends the result back. :class:`WholeMatrices` makes the plan for this once, for many calls.
 
     Args:
         tensors: with 2 dims, or 3 for a stack of matrices; sharded, replicated or plain.
         function: called with matrices of one shape, ``[count, rows, columns]``, and their keys, ``(index in
             tensors, index of the matrix in that tensor)``. Returns a tensor of the same shape.
-        row_blocks: as for :class:`WholeMatrices`.
-        dtype: as for :class:`WholeMatrices`.
-        cost: as for :class:`WholeMatrices`.
-        batch_bytes: as for :class:`WholeMatrices`.
+        row_blocks, dtype, cost, batch_bytes: as for :class:`WholeMatrices`.
 
     Returns:
         New tensors, placed as ``tensors`` are, in their dtypes.
@@ -139,7 +134,7 @@ class WholeMatrices:
                 matrices_in(tensor.shape, checked_blocks(tensor, name, blocks.get(index)))
                 for index, (tensor, name) in enumerate(zip(tensors, names, strict=True))
             ],
-            [Travel((dtype,), dtype, _device(tensor)) for tensor in tensors],
+            [Travel((dtype,), dtype, sharing_of(tensor)[1]) for tensor in tensors],
             cost=lambda block: (cost or _products)(*block.shape[-2:]),
             batch_bytes=batch_bytes,
         )
@@ -219,10 +214,6 @@ def matrices_in(shape: Sequence[int], row_blocks: tuple[int, ...] | None) -> lis
     return found
 
 
-def _device(tensor: Tensor) -> torch.device:
-    return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.device
-
-
 def _products(rows: int, columns: int) -> float:
     return float(rows * columns * min(rows, columns))
 
@@ -230,9 +221,6 @@ def _products(rows: int, columns: int) -> float:
 def _form_text(form: tuple[Any, ...]) -> str:
     shape, place, mesh = form
     return f"shape {shape}" + ("" if mesh is None else f", placements {place} on {mesh}")
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_matrix(tensor: Tensor, name: str) -> None:

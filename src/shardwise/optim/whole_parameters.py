@@ -39,8 +39,8 @@ from shardwise.optim.owner_exchange import (
     Stack,
     Travel,
     check_divisible,
-    known_name,
     local_gradient,
+    name_or_shape,
     names_of,
     sharing_of,
 )
@@ -265,8 +265,13 @@ class WholeParameters(Optimizer):
         others = dict(state)
         owners = others.pop("owners", None)
         for param, values in others.get("state", {}).items():
-            if isinstance(param, Tensor):
-                _check_plain(values, known_name(param) or f"a parameter of shape {tuple(param.shape)}")
+            pairs = values.items() if isinstance(param, Tensor) and isinstance(values, Mapping) else ()
+            if sharded := next((key for key, value in pairs if isinstance(value, DTensor)), None):
+                raise ValueError(
+                    f"{name_or_shape(param)}: {sharded!r} in its state is a DTensor, where WholeParameters "
+                    "has state whole, on one rank. Load sharded states with shardwise.load_checkpoint, or "
+                    "full ones."
+                )
         super().__setstate__(others)
         params = [param for group in self.param_groups for param in group["params"]]
         if owners is not None:
@@ -277,11 +282,8 @@ class WholeParameters(Optimizer):
         self.state = defaultdict(dict, kept)
 
     def __repr__(self) -> str:
-        return (
-            super()
-            .__repr__()
-            .replace("WholeParameters", f"WholeParameters of {self.optimizer_class.__name__}", 1)
-        )
+        name = f"WholeParameters of {self.optimizer_class.__name__}"
+        return super().__repr__().replace("WholeParameters", name, 1)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -716,9 +718,6 @@ def _described(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={text(value)}" for key, value in values.items()) or "no options"
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def _check_class(kind: Any, single_owner: Any) -> None:
     if not isinstance(kind, type) or not issubclass(kind, Optimizer):
         raise TypeError(
@@ -734,12 +733,3 @@ def _check_class(kind: Any, single_owner: Any) -> None:
             f"WholeParameters: {kind.__name__} calls a closure in its step, with all parameters as it wants "
             "them. Pass single_owner=True, which gives all of them to one rank."
         )
-
-
-def _check_plain(values: Any, name: str) -> None:
-    for key, value in values.items() if isinstance(values, Mapping) else ():
-        if isinstance(value, DTensor):
-            raise ValueError(
-                f"{name}: {key!r} in its state is a DTensor, where WholeParameters has state whole, on one "
-                "rank. Load sharded states with shardwise.load_checkpoint, or full ones."
-            )

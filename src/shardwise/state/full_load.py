@@ -15,8 +15,13 @@ from torch import nn
 from shardwise.arguments import check_flags, check_module, check_rank
 from shardwise.comm.full_tensors import BUCKET_BYTES, own_region
 from shardwise.engine.module_state import module_states_at_rest
-from shardwise.init.meta_memory import give_memory, is_on_meta, refuse_lost
-from shardwise.init.partial_loads import mark_partly_loaded, note_complete_load
+from shardwise.init.loads import (
+    give_memory,
+    is_on_meta,
+    mark_partly_loaded,
+    note_complete_load,
+    refuse_lost,
+)
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model
@@ -53,15 +58,10 @@ def load_full_state_dict(
 
     Args:
         model: sharded, in parts or not at all. Parameters on the meta device get memory first.
-        source: where the values are; one of
-
-            - a dict of full tensors, on the rank ``src_rank``;
-            - an iterable of ``(name, full tensor)``, on that rank, for values that you create or read one by
-              one;
-            - safetensors files: a file, an index, a folder with either, or a list of files. Every rank reads
-              its own rows of them, and nothing is sent.
-
-            Ranks other than ``src_rank`` pass None; their value is ignored.
+        source: on the rank ``src_rank``, a dict of full tensors, or an iterable of ``(name, full tensor)``,
+            for values that you create or read one by one; or safetensors files: a file, an index, a folder
+            with either, or a list of files, of which every rank reads its own rows, and nothing is sent.
+            Other ranks pass None; their value is ignored.
         src_rank: the global rank whose ``source`` counts. None: each rank has its own source and reads its
             rows from it; nothing is sent.
         strict: raise an error for names that are missing or unexpected. False reports them.
@@ -174,47 +174,48 @@ class _Load:
         """Each rank reads its rows of a source that is checked first."""
         source = self._together(open_source)
         entries = self._targets.entries
-
-        def check() -> None:
-            self._check(source.facts)
-            self._targets.refuse_broken_ties(lambda name: source.read(name, own_region(entries[name].value)))
-
-        self._together(check)
-        return self._written(lambda: self._together(lambda: load_everywhere(self._targets, source)))
+        return self._run(
+            source.facts,
+            lambda name: source.read(name, own_region(entries[name].value)),
+            lambda: self._together(lambda: load_everywhere(self._targets, source)),
+        )
 
     def from_one(self, offer: Any, own: Any, broadcast: Broadcast) -> LoadReport:
         """One rank reads, and sends to the others."""
         if isinstance(offer, str):
             raise RuntimeError(offer)
 
-        def check() -> None:
-            if offer is None:
-                self._refuse_lost()
-                return
-            self._check(offer)
-            if broadcast.is_source:
-                self._targets.refuse_broken_ties(own.__getitem__)
-
         def write() -> None:
             pairs = iter(own.items()) if isinstance(own, dict) else own
             load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
             self._targets.refuse(self._targets.missing_problems())
 
+        return self._run(offer, own.__getitem__ if isinstance(own, dict) else None, write)
+
+    def _run(
+        self,
+        facts: Mapping[str, ShapeAndDtype] | None,
+        read: Callable[[str], Any] | None,
+        write: Callable[[], object],
+    ) -> LoadReport:
+        """Check all that is known, give memory, write values, and load what only modules can; a failure
+        after the check marks the model. ``read``: returns values that are here."""
+
+        def check() -> None:
+            if facts is not None:
+                self._targets.expect(facts, is_all=True)
+            refuse_lost(self._model, CALLER, [entry.value for entry in self._targets.entries.values()])
+            if facts is not None and read is not None:
+                self._targets.refuse_broken_ties(read)
+
+        def give() -> None:
+            if is_on_meta(self._model):
+                give_memory(self._model)
+                self._targets.entries = entries_of(self._model)
+
         self._together(check)
-        return self._written(write)
-
-    def _check(self, facts: Mapping[str, ShapeAndDtype]) -> None:
-        """Check everything that is known before anything is written."""
-        self._targets.expect(facts, is_all=True)
-        self._refuse_lost()
-
-    def _refuse_lost(self) -> None:
-        refuse_lost(self._model, CALLER, [entry.value for entry in self._targets.entries.values()])
-
-    def _written(self, write: Callable[[], object]) -> LoadReport:
-        """Give memory, write values, and load what only modules can; a failure marks the model."""
         try:
-            self._together(self._give_memory)
+            self._together(give)
             write()
             if self._targets.whole:
                 self._together(lambda: self._model.load_state_dict(self._targets.whole, strict=False))
@@ -224,8 +225,3 @@ class _Load:
         if not self._targets.missing():
             note_complete_load(self._model)
         return self._targets.report()
-
-    def _give_memory(self) -> None:
-        if is_on_meta(self._model):
-            give_memory(self._model)
-            self._targets.entries = entries_of(self._model)

@@ -161,8 +161,6 @@ class LoadTargets:
         """The report of the load."""
         return LoadReport(tuple(self.missing()), tuple(self.unexpected), tuple(self.converted))
 
-    # --- writing ----------------------------------------------------------------------------------
-
     def goes_by_rows(self, name: str) -> bool:
         """False for what is not plain memory of the model's own, to be written to."""
         entry = self.entries[name]

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine.module_state import module_states_at_rest
-from shardwise.groups.shards import meta_message
-from shardwise.init.partial_loads import why_partly_loaded
+from shardwise.init.loads import refuse_meta, why_partly_loaded
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.whole_parameters import WholeParameters
 from shardwise.torch_compat import dtensor, tensor_impl
@@ -90,9 +89,7 @@ def each_once(named: Iterable[tuple[str, TensorT]]) -> dict[str, TensorT]:
 def check_at_rest(model: nn.Module, caller: str) -> None:
     """Refuse a model in a forward or backward, or without values."""
     module_states_at_rest(caller, model)
-    on_meta = [name for name, param in named_parameters(model) if param.is_meta]
-    if on_meta:
-        raise RuntimeError(f"{caller}: {meta_message(on_meta)}")
+    refuse_meta(named_parameters(model), caller)
     if (why := why_partly_loaded(model)) is not None:
         raise RuntimeError(
             f"{caller}: the model is only partly loaded, because an earlier load failed ({why}): its values "
@@ -150,9 +147,15 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
     owned: set[Tensor] = set()
     for optimizer in optimizers:
         check_parameters(optimizer, names)
-        _refuse_shared(optimizer, names, owned)
-        saved = optimizer.state_dict()
         params = parameters_of(optimizer)
+        if shared := [names[param][0] for param in params if param in owned]:
+            raise ValueError(
+                f"{type(optimizer).__name__}: another optimizer has {listed(shared)} as well, and a "
+                "checkpoint holds one state and one set of hyperparameters for each. Give each parameter to "
+                "one optimizer."
+            )
+        owned.update(params)
+        saved = optimizer.state_dict()
         for number, values in saved["state"].items():
             if not isinstance(number, int):
                 raise ValueError(
@@ -165,25 +168,10 @@ def state_of(optimizers: Optimizers, names: Names) -> dict[str, Any]:
                 _check_whole(optimizer, name, key, value, params[number])
             state[name] = values
         for group in saved["param_groups"]:
-            groups.append(_clean(group) | {"params": [names[params[n]][0] for n in group["params"]]})
+            if (given := group.get("param_names")) is not None:
+                group = group | {"param_names": [*map(clean, given)]}
+            groups.append(group | {"params": [names[params[n]][0] for n in group["params"]]})
     return {"state": state, "param_groups": groups}
-
-
-def _refuse_shared(optimizer: torch.optim.Optimizer, names: Names, owned: set[Tensor]) -> None:
-    """Refuse parameters that optimizers before this one step; add its own to them."""
-    params = parameters_of(optimizer)
-    if shared := [names[param][0] for param in params if param in owned]:
-        raise ValueError(
-            f"{type(optimizer).__name__}: another optimizer has {listed(shared)} as well, and a checkpoint "
-            "holds one state and one set of hyperparameters for each. Give each parameter to one optimizer."
-        )
-    owned.update(params)
-
-
-def _clean(group: dict[str, Any]) -> dict[str, Any]:
-    """The param group with clean names, if the optimizer was given names."""
-    given = group.get("param_names")
-    return group if given is None else group | {"param_names": [clean(name) for name in given]}
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, names: Names) -> None:
@@ -260,10 +248,9 @@ def memory_of(tensor: Tensor) -> Hashable:
     if not all(tensor_impl.is_plain(part) and part.numel() for part in parts):
         return id(tensor)
     kind = None if tensor_impl.is_plain(tensor) else type(tensor)
-    return kind, tuple((_address(p), p.shape, p.stride(), p.dtype, p.device) for p in parts)
-
-
-def _address(tensor: Tensor) -> Hashable:
-    if tensor.is_meta:  # has none
-        return tensor_impl.storage_key(tensor.untyped_storage()), tensor.storage_offset()
-    return tensor.data_ptr()
+    # On the meta device memory has no address.
+    places: list[Hashable] = [
+        (tensor_impl.storage_key(p.untyped_storage()), p.storage_offset()) if p.is_meta else p.data_ptr()
+        for p in parts
+    ]
+    return kind, *places, *((p.shape, p.stride(), p.dtype, p.device) for p in parts)

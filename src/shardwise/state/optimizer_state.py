@@ -115,10 +115,10 @@ def load_full_optimizer_state_dict(
             ``model`` does not have; ``src_rank`` is not among the ranks of the model; or the optimizer has
             state of which it is unknown which part of the whole it is.
 
-    After an error, which all ranks raise, the optimizer is unchanged. Parameters are matched by name, or by
-    position if the state is by id. Those that were in one group must be in one group, which gets its
-    hyperparameters. A tied parameter may have any of its names. A parameter that ``state`` does not contain
-    keeps its own state.
+    After an error, which all ranks raise, the optimizer is unchanged. Parameters are matched by name (a tied
+    one by any of its names), or by position if the state is by id. Those that were in one group must be in
+    one group, which gets its hyperparameters. A parameter that ``state`` does not contain keeps its own
+    state.
 
     Collective. In addition to ``state``, it needs 64 MiB on each rank, and memory for this rank's part of the
     new state while the old one still exists.
@@ -139,9 +139,20 @@ def load_full_optimizer_state_dict(
 
     run_on_all_ranks(axes, device, check, caller=LOAD, same={"src_rank": src_rank})
     broadcast = Broadcast([], None, device) if src_rank is None else Broadcast(axes, src_rank, device)
-    named = run_on_all_ranks(
-        axes, device, lambda: _full_by_name(state, model, optimizer) if broadcast.is_source else None
-    )
+
+    def read() -> State | None:
+        if not broadcast.is_source:
+            return None
+        named = _by_name(state, model, optimizer, LOAD)  # type: ignore[arg-type]
+        sharded = dict.fromkeys(p[0] for p, value in leaves(named["state"]) if isinstance(value, DTensor))
+        if sharded:
+            raise RuntimeError(
+                f"{LOAD}: the state of {listed(sharded)} is sharded, where a full one is expected. Load it "
+                "with torch.distributed.checkpoint's set_optimizer_state_dict."
+            )
+        return named
+
+    named = run_on_all_ranks(axes, device, read)
     outline = broadcast.object(None if named is None else _outline(named))
     loading = run_on_all_ranks(axes, device, lambda: _OptimizerLoad(outline, model, optimizer))
     tensors = None
@@ -157,7 +168,7 @@ def rekey_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     to: Literal["name", "id"],
 ) -> State:
-    """Return the same state with parameters by name, or by id, in the order of an optimizer.
+    """Return the same state with parameters by name, or by id, in the order of an optimizer. Local.
 
     Args:
         state: full or sharded, by name or by id.
@@ -167,16 +178,14 @@ def rekey_optimizer_state_dict(
         to: "name" or "id".
 
     Returns:
-        A new dict with the same tensors in it. Groups, and the parameters in each, are in the order of
-        ``optimizer``, so that ids ascend.
+        A new dict with the same tensors. Groups, and the parameters in them, are in the order of
+        ``optimizer``.
 
     Raises:
         RuntimeError: ``state`` is not the state of an optimizer.
         TypeError: ``optimizer`` is something else.
         ValueError: ``to`` is something else, ``state`` is of other parameters or groups them differently, or
             the optimizer updates parameters that ``model`` does not have.
-
-    Local.
 
     Example::
 
@@ -261,17 +270,6 @@ def _check_form(state: Any, caller: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _full_by_name(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    named = _by_name(state, model, optimizer, LOAD)
-    sharded = dict.fromkeys(p[0] for p, value in leaves(named["state"]) if isinstance(value, DTensor))
-    if sharded:
-        raise RuntimeError(
-            f"{LOAD}: the state of {listed(sharded)} is sharded, where a full one is expected. Load it with "
-            "torch.distributed.checkpoint's set_optimizer_state_dict."
-        )
-    return named
-
-
 def _outline_of(state: State) -> State:
     """State by parameter, with what all ranks must know of each tensor in its place."""
     return mapped(state, lambda _, leaf: ShapeAndDtype.of(leaf) if isinstance(leaf, Tensor) else leaf)  # type: ignore[no-any-return]
@@ -296,7 +294,13 @@ class _OptimizerLoad:
     def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model)
         self._optimizer, self._outline = optimizer, outline["state"]
-        _refuse_other_kind(self._outline, state_of([optimizer], names)["state"])
+        own = {key for values in state_of([optimizer], names)["state"].values() for key in values}
+        others = {key for values in self._outline.values() for key in values} - own
+        if own and others:  # else it has not stepped
+            raise ValueError(
+                f"{LOAD}: it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
+                f"{listed(sorted(map(str, own)))}, so that it is of another kind."
+            )
         there: dict[str, dict[StatePath, tuple[StatePath, ShapeAndDtype]]] = {}
         for place, leaf in leaves(self._outline):
             facts = leaf if isinstance(leaf, ShapeAndDtype) else ShapeAndDtype(None)
@@ -324,14 +328,3 @@ class _OptimizerLoad:
             name = self._names[number]
             loaded[number] = mapped(self._outline[name], filled, (name,))
         load_into(self._optimizer, self._plan.kept | loaded, self._plan.groups, convert_dtype=False)
-
-
-def _refuse_other_kind(saved: State, own: State) -> None:
-    """Refuse state under other names than an optimizer keeps that has stepped."""
-    kinds = {key for values in own.values() for key in values}
-    others = {key for values in saved.values() for key in values} - kinds
-    if kinds and others:
-        raise ValueError(
-            f"{LOAD}: it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
-            f"{listed(sorted(map(str, kinds)))}, so that it is of another kind."
-        )
