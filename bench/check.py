@@ -26,13 +26,7 @@ from host_instructions import NO_VALGRIND
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
-COLUMNS = {
-    "name": "ratio",
-    "recorded": "recorded",
-    "measured": "measured",
-    "margin": "margin",
-    "verdict": "",
-}
+COLUMNS = {"name": "ratio", "recorded": "recorded", "measured": "measured", "margin": "margin", "verdict": ""}
 COPIED = "copied_to_peer"
 
 
@@ -54,10 +48,7 @@ class Watched:
 # Counts do not depend on time at all.
 WATCHED = {
     "host_calls": Watched(
-        "--variants ours",
-        ("width",),
-        {"own_per_block": 0.03, "own_fixed": 0.03},
-        "host_instructions.py",
+        "--variants ours", ("width",), {"own_per_block": 0.03, "own_fixed": 0.03}, "host_instructions.py"
     ),
     "host_instructions": Watched("--instructions", ("width",), {"added_to_peer": 0.03}),
     "host_overhead": Watched(
@@ -71,9 +62,7 @@ WATCHED = {
         {"forward_to_peer": 0.03, "backward_to_peer": 0.03},
     ),
     "step_time": Watched(
-        "--steps 8 --warmup 2 --variants plain peer ours",
-        (),
-        {"ratio_to_peer": 0.2, COPIED: 0.05},
+        "--steps 8 --warmup 2 --variants plain peer ours", (), {"ratio_to_peer": 0.2, COPIED: 0.05}
     ),
     "whole_parameters": Watched(
         "--optimizers reference --layers 4 --width 256 --steps 8",

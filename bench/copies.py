@@ -247,10 +247,7 @@ def count_transport_copies(step: Callable[[], object]) -> int | None:
         return None
     with (
         profile(
-            activities=[ProfilerActivity.CPU],
-            record_shapes=True,
-            acc_events=True,
-            experimental_config=config,
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True, experimental_config=config
         ) as profiled,
         record_function("counted step"),
     ):

@@ -59,10 +59,7 @@ OURS_DTENSORS = "ours, DTensors"
 PASSES, UPDATE, CLIPPING = "forward + backward", "optimizer step", "clipping"
 TARGETS = {UPDATE: 0.16, CLIPPING: 0.5}
 UPDATE_WORLD = 8
-CLOCKS: dict[str, Callable[[], int]] = {
-    "wall": time.perf_counter_ns,
-    "thread": time.thread_time_ns,
-}
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "thread": time.thread_time_ns}
 COLUMNS = {
     "params": "parameters/block",
     "world": "world",

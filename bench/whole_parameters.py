@@ -24,17 +24,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from common import (
-    OURS,
-    Sample,
-    Spread,
-    alternate,
-    gpt_parser,
-    launch,
-    print_table,
-    time_step_ms,
-    write_json,
-)
+from common import OURS, Sample, Spread, alternate, gpt_parser, launch, print_table, time_step_ms, write_json
 from gpt import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -274,11 +264,7 @@ def measure(name: str, recipe: Recipe, options: argparse.Namespace, mesh: Device
 
 
 def _row(
-    name: str,
-    variant: str,
-    times: Mapping[str, numpy.ndarray],
-    states: Mapping[str, float],
-    has_roots: bool,
+    name: str, variant: str, times: Mapping[str, numpy.ndarray], states: Mapping[str, float], has_roots: bool
 ) -> dict[str, Any]:
     usual = slice(1, -1) if has_roots else slice(1, None)
     own, base = times[variant], times[REPLICATED]
