@@ -192,7 +192,7 @@ class _Runs:
         self, strategy: str, sizes: tuple[int, ...], is_checkpointed: bool, mp_policy: Any = None
     ) -> StrategyEstimate:
         """The figures of one strategy; with ``mp_policy`` in place of the caller's."""
-        name = strategy + (" with checkpointing" if is_checkpointed else "")
+        name = strategy + " with checkpointing" * is_checkpointed
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],

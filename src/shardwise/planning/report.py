@@ -211,9 +211,8 @@ class Estimate:
     def _verdict(self, shown: Any, unit: str) -> Iterator[str]:
         if self.memory is None:
             return
-        fitting = self.fitting()
         yield ""
-        if fitting:
+        if fitting := self.fitting():
             best = min(fitting, key=lambda row: sum(row.sent.values()))
             yield (
                 f"{len(fitting)} of {len(self.rows)} fit in {shown(self.memory)} {unit}; {_name(best)} sends "
@@ -221,10 +220,9 @@ class Estimate:
             )
             return
         least = min(self.rows, key=lambda row: row.peak.num_bytes)
-        missing = least.peak.num_bytes - self.memory
         yield (
             f"None fits in {shown(self.memory)} {unit}: {_name(least)} needs the least, and is "
-            f"{shown(missing)} {unit} over."
+            f"{shown(least.peak.num_bytes - self.memory)} {unit} over."
         )
         for change in self.changes:
             verdict = "fits" if change.fits else "does not fit"
@@ -232,4 +230,4 @@ class Estimate:
 
 
 def _name(row: StrategyEstimate) -> str:
-    return row.strategy + (" with checkpointing" if row.is_checkpointed else "")
+    return row.strategy + " with checkpointing" * row.is_checkpointed
