@@ -174,9 +174,9 @@ class Estimate:
         Raises:
             ImportError: matplotlib is not installed, or cannot be imported.
         """
-        from shardwise.planning.picture import draw  # matplotlib is no dependency
+        from shardwise.planning.picture import figure_of  # matplotlib is no dependency
 
-        draw(self, path)
+        figure_of(self).savefig(path, dpi=110)
 
     def __str__(self) -> str:
         """A line for each strategy; sizes are in the unit that the first line names."""
