@@ -64,9 +64,7 @@ def hybrid(side: Side, **options: Any) -> None:
 def no_all_reduce(side: Side) -> None:
     """Sums over replicas wait for the last of three microbatches."""
     model = side.shard(side.build(tower), hybrid_mesh(side))
-    side.model = model
-    side.prepare(model)
-    side.lanes.watch(model)
+    side.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     for step in range(STEPS):
         for micro in range(3):
@@ -254,9 +252,7 @@ def summon(side: Side) -> None:
 def in_backward(side: Side) -> None:
     """Each gradient is used as soon as it is there, and dropped."""
     model = side.shard(side.build(tower))
-    side.model = model
-    side.prepare(model)
-    side.lanes.watch(model)
+    side.begin(model)
 
     def update(param: Tensor) -> None:
         side.lanes.enter("optimizer")
