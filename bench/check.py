@@ -1,23 +1,14 @@
 """Whether a number got worse: the short benchmarks, against the ratios recorded in recorded.json.
 
-Runs host_instructions.py, host_overhead.py, memory.py, step_time.py and whole_parameters.py with few steps,
-each as a program of its own, and compares what shardwise takes of the peer's time, memory, copies and
-instructions, of the time and state of an optimizer that every rank steps whole, and how many calls of its own
-a step takes, with what was recorded. A figure above the recorded one by more than its margin is worse; its
-benchmark is run once more then and the smaller figure counts, since other programs only ever add time. Exits
-with 1 where one is worse, or is no longer measured, with 2 where a benchmark fails.
+A figure above the recorded one by more than its margin is worse; its benchmark is run once more then and the
+smaller figure counts, since other programs only ever add time. Exits with 1 where one is worse, or is no
+longer measured, with 2 where a benchmark fails. Ratios to the peer, taken in turns within one run, carry over
+to other days of the same machine; to other machines and versions of torch less well: the record says where it
+is from.
 
-Ratios to the peer, taken in turns within one run, carry over to other days of the same machine; to other
-machines and versions of torch less well. The record says where it is from. After a change that was meant,
-or on a new machine:
-
-    python bench/check.py --record
-
-For use by hand, on a machine that does nothing else: about six minutes. Calls are the same everywhere: these
-are compared in .ci/run as well.
-
-    python bench/check.py
-    python bench/check.py --only host_calls
+    python bench/check.py                       # six minutes, on a machine that does nothing else
+    python bench/check.py --only host_calls     # calls are the same everywhere: .ci/run compares these
+    python bench/check.py --record              # after a change that was meant, or on a new machine
 """
 
 import argparse
@@ -30,18 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import OURS, PEER, environment, print_table
+from common import OURS, PEER, environment, plain_parser, print_table
 from host_instructions import NO_VALGRIND
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
-COLUMNS = {
-    "name": "ratio",
-    "recorded": "recorded",
-    "measured": "measured",
-    "margin": "margin",
-    "verdict": "",
-}
+COLUMNS = {"name": "ratio", "recorded": "recorded", "measured": "measured", "margin": "margin", "verdict": ""}
 COPIED = "copied_to_peer"
 
 
@@ -63,10 +48,7 @@ class Watched:
 # Counts do not depend on time at all.
 WATCHED = {
     "host_calls": Watched(
-        "--variants ours",
-        ("width",),
-        {"own_per_block": 0.03, "own_fixed": 0.03},
-        "host_instructions.py",
+        "--variants ours", ("width",), {"own_per_block": 0.03, "own_fixed": 0.03}, "host_instructions.py"
     ),
     "host_instructions": Watched("--instructions", ("width",), {"added_to_peer": 0.03}),
     "host_overhead": Watched(
@@ -80,9 +62,7 @@ WATCHED = {
         {"forward_to_peer": 0.03, "backward_to_peer": 0.03},
     ),
     "step_time": Watched(
-        "--steps 8 --warmup 2 --variants plain peer ours",
-        (),
-        {"ratio_to_peer": 0.2, COPIED: 0.05},
+        "--steps 8 --warmup 2 --variants plain peer ours", (), {"ratio_to_peer": 0.2, COPIED: 0.05}
     ),
     "whole_parameters": Watched(
         "--optimizers reference --layers 4 --width 256 --steps 8",
@@ -96,14 +76,11 @@ COUNTS = {"host_calls", "host_instructions"}
 
 @dataclass(frozen=True)
 class Ratio:
-    """One number of shardwise over the peer's, and its margin."""
-
     value: float
     margin: float
 
 
 def ratios_in(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Ratio]:
-    """The watched ratios of a benchmark's rows, by name."""
     watched = WATCHED[benchmark]
     return {
         ", ".join([benchmark, *_labels(row, watched.named_by), measure.replace("_", " ")]): Ratio(
@@ -154,7 +131,6 @@ def is_failure(row: Mapping[str, Any]) -> bool:
 
 
 def run(benchmark: str) -> dict[str, Ratio]:
-    """Run a benchmark as it is watched; exits with 2 where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         watched = WATCHED[benchmark]
@@ -186,7 +162,6 @@ def measure(benchmark: str, recorded: Mapping[str, float]) -> dict[str, Ratio]:
 
 
 def read_recorded(path: Path, benchmarks: Sequence[str]) -> dict[str, float]:
-    """The recorded ratios of these benchmarks; says so where they are from another torch or processor."""
     if not path.exists():
         return {}
     record, here = json.loads(path.read_text()), environment()
@@ -208,9 +183,7 @@ def write_recorded(path: Path, measured: Mapping[str, Ratio], benchmarks: Sequen
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=WATCHED, default=list(WATCHED))
     parser.add_argument("--record", action="store_true", help="take what is measured now as the record")
     parser.add_argument("--recorded", type=Path, default=RECORDED, help="where the record is")
@@ -218,7 +191,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run, compare or record, print one table."""
     options = parse()
     recorded = read_recorded(options.recorded, options.only)
     measured: dict[str, Ratio] = {}

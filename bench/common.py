@@ -1,4 +1,4 @@
-"""What the benchmarks share: which `fully_shard`, alternating timing, spread, record, table.
+"""What the benchmarks share: which `fully_shard`, processes, alternating timing, spread, record, table.
 
 Knows nothing of what is measured. A benchmark hands over one callable per variant; `alternate`
 runs them A B C, C B A, ..., so that a slow minute of the machine falls on all of them alike, and
@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import platform
 import tempfile
 import time
@@ -29,6 +30,8 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 PLAIN, PEER, OURS, PEER_AGAIN = "plain", "peer", "ours", "peer again"
 PEER_TUNED = "peer tuned"
@@ -57,7 +60,6 @@ def find_library(variant: str) -> ModuleType:
 
 
 def find_fully_shard(variant: str) -> Callable[..., Any]:
-    """The `fully_shard` a variant stands for."""
     return find_library(variant).fully_shard
 
 
@@ -146,8 +148,6 @@ def alternate(
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of one measure."""
-
     median: float
     q1: float
     q3: float
@@ -172,16 +172,87 @@ def ratios_to_peer(values: Mapping[str, numpy.ndarray]) -> dict[str, Spread]:
     return {name: Spread.of(value / values[PEER]) for name, value in values.items()}
 
 
-def gpt_parser(description: str | None, **sizes: int) -> argparse.ArgumentParser:
-    """The command line of a benchmark of the GPT: its sizes, ``sizes`` with their defaults, and --json."""
-    parser = argparse.ArgumentParser(
+# --- the command line -----------------------------------------------------------------------------
+
+
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a docstring, as it stands there."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = {"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256}
-    for name, default in {**usual, **sizes}.items():
+
+
+def command_line(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """The same with an option for each of ``numbers``, its default, and --json."""
+    parser = plain_parser(description)
+    for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     return parser
+
+
+def gpt_parser(description: str | None, **sizes: int) -> argparse.ArgumentParser:
+    """The command line of a benchmark of the GPT: its sizes, and ``sizes`` with their defaults."""
+    usual = {"processes": 2, "layers": 8, "width": 512, "heads": 8, "vocab": 256}
+    return command_line(description, **{**usual, **sizes})
+
+
+def parse_variants(parser: argparse.ArgumentParser, *, noise: bool | None = False) -> argparse.Namespace:
+    """The options, with --variants; with --noise, the peer twice. ``noise``: its default; None: no option."""
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    if noise is not None:
+        action = argparse.BooleanOptionalAction
+        parser.add_argument("--noise", action=action, default=noise, help="a second instance of the peer")
+    options = parser.parse_args()
+    options.variants = choose_variants(options.variants, noise=bool(noise is not None and options.noise))
+    return options
+
+
+# --- worlds ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_world(size: int, device: str = "cpu", *names: str) -> Iterator[DeviceMesh]:
+    """A process group of ``size`` ranks that sends nothing, and its mesh; this process is rank 0."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield init_device_mesh(device, (size,), mesh_dim_names=names or None)
+    finally:
+        dist.destroy_process_group()
+
+
+def join(rank: int, processes: int, folder: str) -> None:
+    """Make this process rank ``rank`` of ``processes``, on one core, over gloo."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(minutes=5),
+    )
+
+
+def launch(work: Callable[[Any], Any], options: Any) -> list[Any]:
+    """Run ``work(options)`` in ``options.processes`` ranks over gloo; what each of them returned."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        # Not spawn: its children finalize Python, where gloo's threads may still drop a tensor,
+        # which aborts the process (seen once in ten). Those of a fork server leave at once.
+        torch.multiprocessing.start_processes(
+            _be, (work, options, folder), nprocs=options.processes, start_method="forkserver"
+        )
+        return [pickle.loads(Path(folder, f"{rank}").read_bytes()) for rank in range(options.processes)]
+
+
+def _be(rank: int, work: Callable[[Any], Any], options: Any, folder: str) -> None:
+    join(rank, options.processes, folder)
+    Path(folder, f"{rank}").write_bytes(pickle.dumps(work(options)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- measures -------------------------------------------------------------------------------------
 
 
 def peak_bytes(act: Callable[[], Any]) -> int:
@@ -212,7 +283,6 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name, from the kernel where it tells."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -257,29 +327,36 @@ def write_json(
     print(f"wrote {path}")
 
 
-def join(rank: int, processes: int, folder: str) -> None:
-    """Make this process rank ``rank`` of ``processes``, on one core, over gloo."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(minutes=5),
-    )
-
-
 LOSS_TOLERANCE = 1e-3
 """How far losses of variants that do the same may be from each other."""
 
 
 def time_step_ms(optimizer: Any) -> float:
-    """How long a step of an optimizer takes until it is over on all ranks."""
     dist.barrier()
     began = time.perf_counter()
     optimizer.step()
     dist.barrier()
     return (time.perf_counter() - began) * 1e3
+
+
+def loss_differences(
+    ranks: Sequence[Mapping[str, Sequence[float]]], one: str, others: Iterable[str], steps: int | None = None
+) -> dict[str, float]:
+    """By pair, the largest difference between losses of ``one`` and of another variant, over ranks and steps.
+
+    ``ranks``: of each, the losses of its variants. ``steps``: of the first ones alone.
+    """
+    losses = {variant: numpy.array([rank[variant] for rank in ranks])[:, :steps] for variant in ranks[0]}
+    return {
+        f"{one} against {other}": float(numpy.max(numpy.abs(losses[one] - losses[other]))) for other in others
+    }
+
+
+def slowest(
+    ranks: Sequence[Mapping[str, Mapping[str, numpy.ndarray]]], measure: str
+) -> dict[str, numpy.ndarray]:
+    """By variant, a measure of each round on the rank that has most of it."""
+    return {v: numpy.max([rank[v][measure] for rank in ranks], axis=0) for v in ranks[0]}
 
 
 def refuse_differences(differences: Mapping[str, float]) -> None:
@@ -289,23 +366,3 @@ def refuse_differences(differences: Mapping[str, float]) -> None:
         print(f"losses, {pair}: {difference:.1e} at most, {verdict}")
     if any(not difference < LOSS_TOLERANCE for difference in differences.values()):
         raise SystemExit("The variants do not train the same: the times above compare nothing.")
-
-
-def leave(rank: int, folder: str, report: Any) -> None:
-    """End this process's part; rank 0 leaves ``report`` for ``launch``."""
-    if rank == 0:
-        Path(folder, "report.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(worker: Callable[[int, Any, str], None], options: Any) -> Any:
-    """Run ``worker(rank, options, folder)`` in ``options.processes`` processes; what rank 0 reports."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        # Not spawn: its children finalize Python, where gloo's threads may still drop a tensor,
-        # which aborts the process (seen once in ten). Those of a fork server leave at once.
-        torch.multiprocessing.start_processes(
-            worker, (options, folder), nprocs=options.processes, start_method="forkserver"
-        )
-        return json.loads(Path(folder, "report.json").read_text())

@@ -3,12 +3,7 @@
 Claim: compiled block by block, a step of a 25 M parameter GPT on two processes of one core each takes
 shardwise at most 0.75 of the time it takes torch's FSDP2 ("the peer") by its own recipe for that. Compiled as
 a whole, the model is one graph without breaks, takes no longer than the peer's blocks, and holds at most a
-block more than eager steps at its peaks: an all-gather is copied into place in a graph, not ahead of time.
-What `model ahead` gains on that is shown; nothing is claimed of it.
-
-How: one launch over gloo. Every rank holds every variant, from the same seed, and runs them in turn; a
-barrier stands before each timed step. A step is forward, backward, AdamW, zero_grad; its time is the maximum
-over ranks, the table shows the median over steps.
+block more than eager steps at its peaks. What `model ahead` gains on that is shown; nothing is claimed of it.
 
     plain          unsharded, not compiled
     eager          shardwise, not compiled
@@ -18,45 +13,26 @@ over ranks, the table shows the median over steps.
     peer           the peer, not compiled
     peer blocks    torch.compile(block, fullgraph=True) in the place of each, then the peer's fully_shard
 
-Each variant has classes of its own, from gpt.py read anew: dynamo keeps what it has compiled with the code,
-and would ask the guards of all variants in each. `compile` is by how much the first step took longer than the
-median, with empty caches (but for the headers that Inductor compiles once a machine, in a step before the
-first) and in one thread a rank, which share the cores. `graphs` and `graph breaks` are dynamo's own counters
-over all steps, on rank 0: blocks share their code, and are one graph.
-
-Peaks: afterwards, on torch's fake process group of as many ranks, in one process: the most bytes alive at
-once in forward and in backward, of what PyTorch allocates in a third step, from its profiler, read as in
-memory.py; without the gradients that the step leaves. Of `plain` these are activations, and gradients on
-their way. Not over gloo, whose threads release what a graph has handed to its collectives, unseen by the
-profiler.
-
 Refuted by: a ratio to `peer blocks` above those that stands out of the noise (`--noise` runs `peer blocks`
-twice); graph breaks; a peak of `model` more than a block above `eager`'s. Losses that differ by 1e-3 or more
-exit with 1: of sharded variants in all steps, of `plain`, which sees its own rank's data only, in the first.
-
-What it cannot show: real networks, GPUs, where a graph's kernels and its order of collectives are others.
-What stays between steps was allocated before and is in no peak (memory.py has it: next to nothing).
+twice); graph breaks; a peak of `model` more than a block above `eager`'s; losses 1e-3 apart (exits with 1).
+How it is measured, and what it cannot show: README.md.
 
     python bench/compile.py --json compile.json
     python bench/compile.py --model tiny --backend aot_eager --steps 2        # tries it out
 """
 
 import argparse
-import gc
 import importlib.util
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gpt
 import numpy
 import torch
-import torch.distributed as dist
 from common import (
     OURS,
     PEER,
@@ -64,21 +40,20 @@ from common import (
     Sample,
     Spread,
     alternate,
+    command_line,
+    fake_world,
     find_library,
-    join,
     launch,
-    leave,
+    loss_differences,
     print_table,
     refuse_differences,
     shard,
     write_json,
 )
-from gpt import batch_of
-from memory import PHASES, Log, gradients_of, read_log
+from memory import PHASES, Log, gradients_of, mark, recorded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.profiler import ProfilerActivity, profile, record_function
 
 EAGER, BLOCKS, MODEL, MODEL_AHEAD = "eager", "blocks", "model", "model ahead"
 PEER_BLOCKS, PEER_BLOCKS_AGAIN = "peer blocks", "peer blocks again"
@@ -140,55 +115,36 @@ def classes_of_its_own() -> Any:
     return module
 
 
-class Trainer:
-    """One variant's model, optimizer, losses and graphs on this rank."""
-
+class Trainer(gpt.Trainer):
     def __init__(self, variant: str, options: argparse.Namespace, mesh: DeviceMesh) -> None:
-        self.options, self.rank = options, dist.get_rank()
-        self.model, self.run = build(variant, options, mesh)
+        model, run = build(variant, options, mesh)
+        super().__init__(model, options, run)
         self.is_compiled = variant in COMPILED
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
-        self.losses: list[float] = []
         self.first_step_ms = 0.0
         self.graphs = self.graph_breaks = 0
 
-    def loss(self, index: int) -> Tensor:
-        return self.run(*batch_of(index * self.options.processes + self.rank, self.options))
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def timed_step(self, index: int) -> Sample:
-        """A step after a barrier, so that no variant pays for the one before it."""
-        with self.counted_graphs(), empty_caches() if self.is_compiled and index == 0 else nullcontext():
-            dist.barrier()
-            start = time.perf_counter()
-            loss = self.loss(index)
-            loss.backward()
-            self.update()
-            elapsed_ms = (time.perf_counter() - start) * 1e3
-        self.losses.append(loss.item())
-        self.first_step_ms = self.first_step_ms or elapsed_ms
-        return {"step_ms": elapsed_ms}
-
-    @contextmanager
-    def counted_graphs(self) -> Iterator[None]:
+        """Counts graphs; the first step finds nothing that Inductor has compiled before."""
         before = num_graphs(), num_graph_breaks()
-        yield
+        with ExitStack() as stack:
+            if self.is_compiled and index == 0:
+                from torch._inductor.utils import fresh_cache
+
+                stack.enter_context(fresh_cache())
+            times = super().timed_step(index)
         self.graphs += num_graphs() - before[0]
         self.graph_breaks += num_graph_breaks() - before[1]
+        self.first_step_ms = self.first_step_ms or times["step_ms"]
+        return times
 
 
 def log_of_step(model: nn.Module, forward: Callable[[], Tensor]) -> Log:
     """What PyTorch allocates in a step, less the gradients that it leaves; marked as forward and backward."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        with record_function("mark forward"):
+    with recorded() as log:
+        with mark("forward"):
             loss = forward()
-        with record_function("mark backward"):
+        with mark("backward"):
             loss.backward()
-    log = read_log(seen, "cpu")
     end = log.marks["backward"][1]
     alive = [each for each in log.allocations if each.begin <= end < each.end]
     # Small gradients may have landed where those of the step before were: in no peak.
@@ -212,22 +168,11 @@ def peaks(variant: str, options: argparse.Namespace, mesh: DeviceMesh) -> dict[s
 
 
 def num_graphs() -> int:
-    """Dynamo's, in this process, of all variants."""
     return counters["stats"]["unique_graphs"]
 
 
 def num_graph_breaks() -> int:
-    """Dynamo's, likewise."""
     return sum(counters["graph_break"].values())
-
-
-@contextmanager
-def empty_caches() -> Iterator[None]:
-    """Nothing of what Inductor has compiled before, here or in another process."""
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache():
-        yield
 
 
 def quiet_dynamo() -> None:
@@ -246,8 +191,6 @@ def compile_headers(backend: str) -> None:
 
 @dataclass
 class RankRecord:
-    """What one rank found out about one variant."""
-
     step_ms: numpy.ndarray
     first_step_ms: float
     losses: list[float]
@@ -255,33 +198,17 @@ class RankRecord:
     graph_breaks: int
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process: train all variants in turn; rank 0 leaves the rows in the folder."""
+def work(options: argparse.Namespace) -> dict[str, RankRecord]:
     quiet_dynamo()
-    join(rank, options.processes, folder)
     mesh = init_device_mesh("cpu", (options.processes,))
     compile_headers(options.backend)
     trainers = {variant: Trainer(variant, options, mesh) for variant in options.variants}
     steps = {variant: trainer.timed_step for variant, trainer in trainers.items()}
     times = alternate(steps, warmup=options.warmup, steps=options.steps)
-    records = {
+    return {
         variant: RankRecord(times[variant]["step_ms"], t.first_step_ms, t.losses, t.graphs, t.graph_breaks)
         for variant, t in trainers.items()
     }
-    ranks: list[Any] = [None] * options.processes
-    dist.all_gather_object(ranks, records)
-    leave(rank, folder, {"rows": summarize(ranks), "loss_difference": disagreement(ranks)})
-
-
-def peaks_on_fake(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Of each variant, in this process, with nothing sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.processes)
-    mesh = init_device_mesh("cpu", (options.processes,))
-    found = {variant: peaks(variant, options, mesh) for variant in options.variants}
-    dist.destroy_process_group()
-    return found
 
 
 def summarize(ranks: list[dict[str, RankRecord]]) -> list[dict[str, Any]]:
@@ -303,28 +230,19 @@ def summarize(ranks: list[dict[str, RankRecord]]) -> list[dict[str, Any]]:
 
 def disagreement(ranks: list[dict[str, RankRecord]]) -> dict[str, float]:
     """The largest difference of a loss from the last variant's, over ranks and steps."""
-    losses = {v: numpy.array([rank[v].losses for rank in ranks]) for v in ranks[0]}
-    *others, last = losses
+    losses = [{variant: record.losses for variant, record in rank.items()} for rank in ranks]
+    *others, last = losses[0]
+    found = loss_differences(losses, last, others)
     # Plain has learnt from other data after the first step.
-    ends = {v: 1 if v == PLAIN else None for v in others}
-    return {
-        f"{last} against {v}": float(numpy.max(numpy.abs((losses[last] - losses[v])[:, : ends[v]])))
-        for v in others
-    }
+    return found | loss_differences(losses, last, {PLAIN} & {*others}, steps=1)
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, processes=2, batch=2, steps=20, warmup=3)
     parser.add_argument("--model", choices=MODELS, default="25m")
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
-    for name, default in {"processes": 2, "batch": 2, "steps": 20, "warmup": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--variants", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--noise", action="store_true", help="a second instance of 'peer blocks'")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     vars(options).update(MODELS[options.model])
     without = (MODEL_AHEAD,) if options.backend != "inductor" else ()
@@ -339,23 +257,23 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Launch, print the table and the check of the losses, write the record."""
     options = parse()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)
     quiet_dynamo()
-    report = launch(worker, options)
-    found = peaks_on_fake(options)
-    report["rows"] = [row | found[row["variant"]] for row in report["rows"]]
+    ranks = launch(work, options)
+    with fake_world(options.processes) as mesh:
+        rows = [row | peaks(row["variant"], options, mesh) for row in summarize(ranks)]
     block_mb = sum(p.nbytes for p in gpt.Block(options.width, options.heads).parameters()) / 1e6
     print(
         f"{options.processes} processes (gloo), {options.layers} blocks of {block_mb:.3g} MB of "
         f"float32, {options.backend}, median [quartiles] of {options.steps}"
     )
-    print_table(report["rows"], COLUMNS)
-    write_json(options.json, "compile", vars(options), **report, block_mb=block_mb)
-    refuse_differences(report["loss_difference"])
+    print_table(rows, COLUMNS)
+    apart = disagreement(ranks)
+    write_json(options.json, "compile", vars(options), rows, loss_difference=apart, block_mb=block_mb)
+    refuse_differences(apart)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,6 @@ class Copies:
     num_calls: Counter[str] = field(default_factory=Counter)
 
     def total(self, kind: str) -> int:
-        """Bytes of one of `KINDS`, over all operators."""
         return sum(self.num_bytes[kind].values())
 
     def beyond(self, plain: "Copies") -> "Copies":
@@ -99,7 +98,6 @@ class Copies:
 
     @property
     def saw_backward(self) -> bool:
-        """Whether an operator that only autograd calls was among those counted."""
         return any("backward" in op for op in self.num_calls)
 
 
@@ -249,10 +247,7 @@ def count_transport_copies(step: Callable[[], object]) -> int | None:
         return None
     with (
         profile(
-            activities=[ProfilerActivity.CPU],
-            record_shapes=True,
-            acc_events=True,
-            experimental_config=config,
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True, experimental_config=config
         ) as profiled,
         record_function("counted step"),
     ):

@@ -1,24 +1,14 @@
 """`estimate` against what training holds: every strategy, on gloo.
 
 Claim: parameters, gradients and optimizer state are estimated within 3 %, and the peaks of forward, backward
-and the optimizer's step within 10 %, for every strategy, with and without activation checkpointing.
-
-How: the estimate is made in this process from the model on the meta device, for the host (device="cpu"). The
-measurement is what bench/memory.py does: every allocation and release by PyTorch, as its profiler records
-them, over building the model and three steps; the third counts. Here all of it counts, shards included, but
-for what c10d's operators allocate inside, which gloo releases on threads that the profiler does not see. Of
-the ranks the one that holds most. tests/planning compares with CUDA's allocator where there is a GPU.
-
-Refuted by: a figure beyond its bound (exits with 1).
-
-What it cannot show: memory inside of single operations, and what an allocator keeps.
+and the optimizer's step within 10 %, for every strategy, with and without activation checkpointing. Refuted
+by a figure beyond its bound (exits with 1). How it is measured, and what it cannot show: README.md.
 
     python bench/estimate.py --json estimate.json                        # 25 M parameters, world 4
     python bench/estimate.py --layers 12 --width 768 --vocab 16000       # 100 M
     python bench/estimate.py --only claim                                # 1T at world 1024: time and memory
 """
 
-import argparse
 import gc
 import json
 import os
@@ -31,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import gpt_parser, join, launch, leave, print_table, write_json
+from common import fake_world, gpt_parser, launch, print_table, write_json
 from gpt import GPT, batch_of
-from memory import local, read_log
+from memory import local, mark, recorded
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -54,7 +43,6 @@ def mesh_of(strategy: str) -> Any:
 
 
 def sharded(strategy: str, is_checkpointed: bool, options: Any) -> Any:
-    """The model on this rank."""
     torch.manual_seed(0)
     model = GPT(options)
     if is_checkpointed:
@@ -70,23 +58,21 @@ def _checkpointed(forward: Any) -> Any:
 def held(shard: Callable[[], Any], options: Any) -> dict[str, int]:
     """What this rank holds in the third step of what ``shard`` makes, in bytes; ``highest``: in any step."""
     batch = batch_of(dist.get_rank(), options)
-    gc.collect()
     found = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    with recorded() as log:
         model = shard()
         optimizer = torch.optim.AdamW(model.parameters())
         for index in range(STEPS):
             gc.collect()
-            with record_function(f"mark forward {index}"):
+            with mark(f"forward {index}"):
                 loss = model(*batch)
-            with record_function(f"mark backward {index}"):
+            with mark(f"backward {index}"):
                 loss.backward()
             del loss
             found["gradients"] = sum(local(p.grad).nbytes for p in model.parameters())
-            with record_function(f"mark optimizer {index}"):
+            with mark(f"optimizer {index}"):
                 optimizer.step()
             optimizer.zero_grad()
-    log = read_log(seen, "cpu")
     peaks = {phase: log.peak(*log.marks[f"{phase} {STEPS - 1}"])[0] for phase in PHASES}
     found["highest"] = max(log.peak(*log.marks[f"{phase} {n}"])[0] for phase in PHASES for n in range(STEPS))
     found["parameters"] = sum(local(p).nbytes for p in model.parameters())
@@ -98,7 +84,6 @@ def held(shard: Callable[[], Any], options: Any) -> dict[str, int]:
 def estimated(
     strategy: str, is_checkpointed: bool, world: int, options: Any, device: Any = "cpu"
 ) -> dict[str, int]:
-    """The same, estimated."""
     sizes = (2, world // 2) if len(STRATEGIES[strategy].roles) == 2 else world
     with torch.device("meta"):
         model = GPT(options)
@@ -115,7 +100,6 @@ def estimated(
 
 
 def misses(rows: list[dict[str, Any]]) -> list[str]:
-    """The figures that are beyond their bounds."""
     return [
         f"{row['strategy']}{' checkpointed' * row['is_checkpointed']}: {name} "
         f"{row['estimated'][name] / 1e6:.2f} MB, measured {row['measured'][name] / 1e6:.2f}"
@@ -126,7 +110,6 @@ def misses(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def measured_rows(options: Any) -> list[dict[str, Any]]:
-    """All strategies on this rank of a running world."""
     return [
         {"strategy": s, "is_checkpointed": c, "measured": held(partial(sharded, s, c, options), options)}
         for s in options.strategies
@@ -135,7 +118,6 @@ def measured_rows(options: Any) -> list[dict[str, Any]]:
 
 
 def largest_of(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each figure the largest over ranks."""
     rows = []
     for of_ranks in zip(*ranks, strict=True):
         most = {name: max(row["measured"][name] for row in of_ranks) for name in BOUNDS}
@@ -143,21 +125,9 @@ def largest_of(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
-    ranks: list[Any] = [None] * options.processes
-    dist.all_gather_object(ranks, measured_rows(options))
-    leave(rank, folder, largest_of(ranks))
-
-
 def on_gpu(strategy: str, world: int, options: Any) -> dict[str, dict[str, int]]:
     """Peaks by CUDA's allocator, as one rank of a fake world, and the estimate."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        mesh = init_device_mesh("cuda", (world,), mesh_dim_names=STRATEGIES[strategy].roles)
+    with fake_world(world, "cuda", *STRATEGIES[strategy].roles) as mesh:
         with torch.device("cuda"):
             model: Any = GPT(options)
         take_workspaces()
@@ -179,8 +149,6 @@ def on_gpu(strategy: str, world: int, options: Any) -> dict[str, dict[str, int]]
                 act()
                 torch.cuda.synchronize()
                 peaks[phase] = torch.cuda.max_memory_allocated() - before
-    finally:
-        dist.destroy_process_group()
     return {"measured": peaks, "estimated": estimated(strategy, False, world, options, "cuda")}
 
 
@@ -217,7 +185,6 @@ def claim(layers: int | None = None) -> tuple[float, float, str]:
 
 
 def main() -> None:
-    """Measure, estimate, compare."""
     parser = gpt_parser(__doc__, processes=4, context=64, batch=4)
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--only", choices=("strategies", "claim"))
@@ -226,7 +193,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     rows: list[dict[str, Any]] = []
     if options.only != "claim":
-        rows = launch(worker, options)
+        rows = largest_of(launch(measured_rows, options))
     shown = []
     for row in rows:
         key = row["strategy"], row["is_checkpointed"]

@@ -1,11 +1,14 @@
-"""The model and the data of step_time.py: a plain GPT, and sequences that it can learn at once.
+"""The model and the data of most benchmarks: a plain GPT, sequences that it can learn at once, its training.
 
-Knows nothing of sharding. Options read: vocab, width, heads, layers, context, batch.
+Knows nothing of sharding. Options read: vocab, width, heads, layers, context, batch; for training, processes.
 """
 
 import argparse
+import time
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,3 +55,45 @@ def batch_of(seed: int, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     start = torch.randint(options.vocab, (options.batch, 1), generator=generator)
     run = (start + torch.arange(options.context + 1)) % options.vocab
     return run[:, :-1], run[:, 1:]
+
+
+class Trainer:
+    """A model and its losses on this rank. ``run``: what to call, if not the model."""
+
+    def __init__(
+        self, model: nn.Module, options: argparse.Namespace, run: Any = None, optimizer: Any = None
+    ) -> None:
+        self.options, self.model, self.run = options, model, model if run is None else run
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def loss(self, index: int) -> Tensor:
+        return self.run(*batch_of(index * self.options.processes + dist.get_rank(), self.options))
+
+    def forward_backward(self, index: int) -> Tensor:
+        loss = self.loss(index)
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed_step(self, index: int) -> dict[str, float]:
+        """A step after a barrier, so that no variant pays for the one before it."""
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        loss = self.forward_backward(index)
+        middle = time.perf_counter()
+        self.update()
+        end = time.perf_counter()
+        processor = time.process_time() - used
+        self.losses.append(loss.item())
+        return {
+            "step_ms": (end - start) * 1e3,
+            "forward_backward_ms": (middle - start) * 1e3,
+            "update_ms": (end - middle) * 1e3,
+            "processor_ms": processor * 1e3,
+        }

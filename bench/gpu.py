@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment, print_table
+from common import environment, plain_parser, print_table
 from gpu_parts.plan import PARTS, Options, Row
 from gpu_parts.processes import BAD, read_record, run_items, run_part, write_record
 
@@ -38,7 +38,6 @@ TITLES = {"name": "", "status": "", "seconds": "s", "num_rows": "rows", "num_bad
 
 
 def machine() -> dict[str, Any]:
-    """The device and what drives it, for the record."""
     if not torch.cuda.is_available():
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(0)
@@ -56,7 +55,6 @@ def machine() -> dict[str, Any]:
 
 
 def print_plan(names: Sequence[str]) -> None:
-    """What would run, and for how long."""
     rows = [vars(PARTS[name]) for name in names]
     print_table(rows, {"name": "part", "shows": "shows", "minutes": "minutes", "limit_minutes": "at most"})
     print(f"{sum(row['minutes'] for row in rows):.0f} minutes in all, at most {MINUTES:.0f} (--minutes)")
@@ -89,10 +87,7 @@ def _cell(value: Any) -> Any:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--plan", action="store_true", help="say what would run, and for how long")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="NAME", help="these parts alone")
     parser.add_argument(
@@ -110,7 +105,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The plan, the parts, the tables, the record."""
     options = parse(arguments)
     if options.child:
         if options.device == "cpu":

@@ -1,21 +1,9 @@
 """What sharding adds to a step on the host, in figures that do not depend on the machine's load.
 
 Claim: a sharded block of 12 parameters (two norms, four linear layers) takes a fifth of the Python calls that
-it takes with torch's FSDP2 ("the peer"), and adds a third of the instructions.
-
-How: one process, torch's fake process group of 8 ranks, 16 and 8 blocks, a steady step of forward, backward
-and clearing gradients. `sys.setprofile` counts the calls of Python functions and of C functions; `own` are
-those of the library that is measured. What 8 more blocks add is divided by 8; `fixed` is what is left of a
-step. With --instructions, valgrind's callgrind counts the instructions of three steps, and `added to peer`
-is (variant - plain) / (peer - plain).
-
-Floor: module hooks, a hook for each gradient, a DTensor for each `.grad` and three collectives a block, made
-by hand, add 0.14 of the peer's instructions.
-
-Refuted by: a figure that is above the claim; or by a variant that skips work (host_overhead.py counts its
-collectives).
-
-What it cannot show: time. A call of Python may take 30 ns or a millisecond, and caches are not counted.
+it takes with torch's FSDP2 ("the peer"), and adds a third of the instructions. Floor, made by hand: 0.14 of
+the peer's. Refuted by: a figure that is above the claim; or by a variant that skips work (host_overhead.py
+counts its collectives). How it is measured, and what it cannot show: README.md.
 
     python bench/host_instructions.py
     python bench/host_instructions.py --instructions --widths 32 128
@@ -35,8 +23,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from common import OURS, PEER, PLAIN, find_library, print_table, shard, write_json
-from host_overhead import fake_world
+from common import OURS, PEER, PLAIN, command_line, fake_world, find_library, print_table, shard, write_json
 from torch import Tensor, nn
 
 BLOCKS, FEWER = 16, 8
@@ -72,7 +59,6 @@ class Block(nn.Module):
 
 
 def steady_step(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[], None]:
-    """A step of a stack of blocks, after several of them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(blocks)))
     shard(variant, model, model, mesh=mesh)
@@ -115,7 +101,6 @@ def folder_of(variant: str) -> str:
 
 
 def count_calls(variant: str, width: int) -> dict[str, Any]:
-    """A row of the table."""
     with fake_world(8) as mesh:
         many, few = (
             calls_of(steady_step(variant, width, blocks, mesh), folder_of(variant))
@@ -161,7 +146,6 @@ def instructions_of(variant: str, width: int) -> float:
 
 
 def add_instructions(rows: list[dict[str, Any]]) -> None:
-    """To the rows of the three variants, for each width."""
     for row in rows:
         row["instructions"] = instructions_of(row["variant"], row["width"])
     for width in {row["width"] for row in rows}:
@@ -172,19 +156,15 @@ def add_instructions(rows: list[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[32])
     parser.add_argument("--variants", nargs="+", default=[PLAIN, PEER, OURS], choices=[PLAIN, PEER, OURS])
     parser.add_argument("--instructions", action="store_true", help="count them with valgrind, in minutes")
     parser.add_argument("--counted", metavar="VARIANT", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Count, print one table."""
     options = parse()
     torch.set_num_threads(1)
     if options.counted:

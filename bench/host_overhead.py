@@ -4,32 +4,14 @@ Claim: shardwise adds at most 0.40 of what torch's FSDP2 adds ("the peer"), per 
 at world 8 and width 32. A step of fused AdamW over 200 parameters takes at most 0.16 of the time it takes
 on the peer's DTensors, clipping at most 0.5. The targets stand beside the ratios.
 
-How: one process, torch's fake process group (collectives return at once and nothing is sent), tiny
-batch. What is left is Python, dispatcher and small copies. The variants take turns step by step;
-`added us/block` is the median over rounds of (variant - plain in the same round) / blocks. It is measured
-for each number of parameters per block, world and width that the options name; the group is destroyed and
-made anew for each world. The optimizer and clipping are measured whole, on 20 blocks of 10 parameters, at
-world 8 and the first width: `ours` is `shardwise.optim.FlatOptimizer` around torch's AdamW, `ours, DTensors`
-the same AdamW without it, all on gradients that a backward pass has just left; clipping is torch's for the
-peer and shardwise's for ours.
-
-Floor: for forward and backward the row `floor` issues, for each block, what any sharding must issue: two
-all-gathers and one reduce-scatter over preallocated buffers of the size that Shard(0) makes of its
-parameters, nothing else. No variant that all-gathers again in backward can add less (one that keeps its
-parameters unsharded could, and at world 1 nothing need be issued at all). For the optimizer it is the same
-AdamW on one flat tensor, and beside it on the shards as plain tensors.
+Floor: the row `floor` issues, for each block, what any sharding must issue: two all-gathers and one
+reduce-scatter over preallocated buffers. No variant that all-gathers again in backward can add less. For the
+optimizer it is the same AdamW on one flat tensor, and beside it on the shards as plain tensors.
 
 Refuted by: a ratio above its target that stands out of the noise, which is how far `peer again` (a
 second instance of the peer) is from 1.0. Or by a variant that skips work: compare
 `collectives` with the peer's (one less is meant: the last block is unsharded once for forward and backward).
-
-What it cannot show: device time, overlap, real networks. The fake group leaves this rank's own numbers,
-or none, where those of others belong, so that the results are meaningless (denormals are flushed, lest they
-cost time). It loops over the ranks, a copy for each: at world 512 that loop, which no
-real back end has, is most of what `floor` adds and a good part of what every variant adds. `beyond floor`
-is the ratio without it, (variant - floor) / (peer - floor). Shard(0) gives 32 rows to 512 ranks as one row
-each, so that most of a buffer is padding there, which the loop copies too: see world 512 as a test that
-nothing else grows with the world, not as a time.
+How it is measured, and what it cannot show: README.md.
 
     python bench/host_overhead.py --json host_overhead.json
     python bench/host_overhead.py --params 12 --worlds 8 --widths 128
@@ -37,12 +19,10 @@ nothing else grows with the world, not as a time.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -55,13 +35,14 @@ from common import (
     PEER_TUNED,
     PEERS,
     PLAIN,
-    VARIANTS,
     Sample,
     Spread,
     Step,
     alternate,
-    choose_variants,
+    command_line,
+    fake_world,
     find_library,
+    parse_variants,
     print_noise,
     print_table,
     ratios_to_peer,
@@ -70,8 +51,7 @@ from common import (
 )
 from copies import count_copies
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 FLOOR = "floor"
 LOCAL = "local tensors"
@@ -79,10 +59,7 @@ OURS_DTENSORS = "ours, DTensors"
 PASSES, UPDATE, CLIPPING = "forward + backward", "optimizer step", "clipping"
 TARGETS = {UPDATE: 0.16, CLIPPING: 0.5}
 UPDATE_WORLD = 8
-CLOCKS: dict[str, Callable[[], int]] = {
-    "wall": time.perf_counter_ns,
-    "thread": time.thread_time_ns,
-}
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "thread": time.thread_time_ns}
 COLUMNS = {
     "params": "parameters/block",
     "world": "world",
@@ -106,8 +83,6 @@ UPDATE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One stack of blocks and the world it is sharded over."""
-
     params: int
     """Per block: weights and biases of linear layers."""
     world: int
@@ -134,21 +109,10 @@ class Block(nn.Module):
 
 
 def build(variant: str, case: Case, mesh: DeviceMesh) -> nn.Module:
-    """The same stack of blocks from the same seed, sharded as the variant says."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(case.width, case.params) for _ in range(case.blocks)))
     shard(variant, model, model, mesh=mesh)
     return model
-
-
-@contextmanager
-def fake_world(size: int) -> Iterator[DeviceMesh]:
-    """A process group of ``size`` ranks that sends nothing; this process is rank 0."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield init_device_mesh("cpu", (size,))
-    finally:
-        dist.destroy_process_group()
 
 
 def timed(act: Callable[[], Any], clock: Callable[[], int], before: Callable[[], Any] | None = None) -> Step:
@@ -165,7 +129,6 @@ def timed(act: Callable[[], Any], clock: Callable[[], int], before: Callable[[],
 
 
 def passes_of(model: nn.Module, x: Tensor, clock: Callable[[], int]) -> Step:
-    """Time forward and backward, from cleared gradients."""
     return timed(lambda: model(x).sum().backward(), clock, model.zero_grad)
 
 
@@ -186,7 +149,6 @@ def floor_of(plain: nn.Module, case: Case, clock: Callable[[], int]) -> Step:
 
 
 def measure_passes(case: Case, options: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """Forward and backward: one row per variant."""
     clock = CLOCKS[options.clock]
     models = {v: build(v, case, mesh) for v in options.variants}
     x = torch.randn(options.batch, case.width)
@@ -307,34 +269,22 @@ def rows_of(
 
 
 def parse() -> argparse.Namespace:
-    """The command line; its defaults cover the project's targets."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, blocks=16, batch=2, steps=40, warmup=6)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8, 512])
     parser.add_argument("--params", type=int, nargs="+", default=[4, 12, 48], help="per block, even numbers")
     parser.add_argument("--widths", type=int, nargs="+", default=[32])
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="thread: CPU time only")
-    parser.add_argument("--noise", action=argparse.BooleanOptionalAction, default=True, help="the peer twice")
     parser.add_argument(
         "--update", action=argparse.BooleanOptionalAction, default=True, help="optimizer rows"
     )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parse_variants(parser, noise=True)
     for params in options.params:
         if params < 2 or params % 2:
             parser.error(f"--params must be even (weights and biases), got {params}")
-    options.variants = choose_variants(options.variants, noise=options.noise)
     return options
 
 
 def main() -> None:
-    """Measure every case, print two tables, write the record."""
     options = parse()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)

@@ -1,30 +1,12 @@
 """Peak transient memory of forward and backward, in units of the largest group's full parameters.
 
 Claim: beside its shards a step holds at most 2 units in forward and 3 in backward, plus what is packed and
-the root's own parameters; torch's FSDP2 ("the peer") 3, and 4 to 5.
-
-How: every allocation and release of memory by PyTorch, as its profiler records them with their addresses,
-over building the model and three steps of it; the third counts. `transient` at a moment are all bytes alive
-that are neither a parameter's shard nor one of the gradients' shards which the step leaves in `.grad` (those
-are resident from the moment their memory is there). The peak over forward, and that over backward, less what
-the same model unsharded has there (activations; one sequence of few tokens, so that they are small), in units
-of a block's full parameters in the dtype of computation. `kept` is what stays between steps: buffers that are
-never freed are in each peak as well. What c10d's operators allocate inside (gloo: copies of what is sent)
-counts apart, as bytes a step, `in transport`: gloo releases it on threads that the profiler does not see.
-
-On torch's fake process group (world 8: every allocation of PyTorch is real, nothing is sent), and on gloo (2
-processes; the larger of the ranks). float32, and bf16 parameters (float32 stored) with reduction in float32.
-Where there is a CUDA device, the same on it with the fake group, and beside it what its allocator says:
-the rise of `max_memory_allocated` over the memory at rest (gradients' shards included), and
-`max_memory_reserved` of the whole process part.
-
-Floor: 1 in forward and 2 in backward (a block's parameters and their gradients) without any overlap; 2 and 3
-with the next block's parameters under way.
+the root's own parameters; torch's FSDP2 ("the peer") 3, and 4 to 5. Floor: 1 in forward and 2 in backward (a
+block's parameters and their gradients) without any overlap; 2 and 3 with the next block's parameters under
+way.
 
 Refuted by: more than 2 and 3 by more than the rest that `--explain` names: it shows what is alive at the
-peaks, by what allocated it and when.
-
-What it cannot show: memory that does not come from PyTorch's allocators (NCCL's channels, Python's objects).
+peaks, by what allocated it and when. How it is measured, and what it cannot show: README.md.
 
     python bench/memory.py --json memory.json
     python bench/memory.py --explain --variants plain ours --dtypes float32 --backends fake
@@ -37,8 +19,8 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,13 +28,11 @@ import torch.distributed as dist
 from common import (
     PEER,
     PLAIN,
-    VARIANTS,
-    choose_variants,
+    fake_world,
     find_library,
     gpt_parser,
-    join,
     launch,
-    leave,
+    parse_variants,
     print_table,
     shard,
     write_json,
@@ -153,8 +133,22 @@ class Log:
         return sum(a.num_bytes for a in self.allocations if a.is_transport and begin <= a.begin <= end)
 
     def alive_bytes(self, at: int) -> int:
-        """Transient bytes alive at a moment."""
         return sum(a.transient for a in self.allocations if a.begin <= at < a.end)
+
+
+@contextmanager
+def recorded(device_type: str = "cpu") -> Iterator[Log]:
+    """What PyTorch allocates inside, to be read afterwards; ``mark`` names parts."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device_type == "cuda")
+    log = Log()
+    gc.collect()
+    with profile(activities=activities, profile_memory=True, acc_events=True) as seen:
+        yield log
+    vars(log).update(vars(read_log(seen, device_type)))
+
+
+def mark(name: str) -> Any:
+    return record_function(f"mark {name}")
 
 
 def read_log(seen: profile, device_type: str) -> Log:
@@ -194,14 +188,11 @@ def _chain(event: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together."""
-
     backend: str
     dtype: str
     device: str
 
     def settings(self, variant: str) -> dict[str, Any]:
-        """What `fully_shard` is told."""
         settings: dict[str, Any] = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),))}
         if self.dtype != "float32" and variant != PLAIN:
             policy = find_library(variant).MixedPrecisionPolicy
@@ -221,12 +212,10 @@ def build(variant: str, case: Case, options: argparse.Namespace) -> GPT:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """This rank's parts of the gradients."""
     return [local(p.grad) for p in model.parameters() if p.grad is not None]
 
 
@@ -246,24 +235,21 @@ class Peaks:
 def measure(variant: str, case: Case, options: argparse.Namespace) -> Peaks:
     """Build and train a variant for three steps under the profiler; read the third."""
     batch = [tensor.to(case.device) for tensor in batch_of(dist.get_rank(), options)]
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (case.device == "cuda")
-    gc.collect()
-    with profile(activities=activities, profile_memory=True, acc_events=True) as seen:
+    with recorded(case.device) as log:
         model = build(variant, case, options)
         for index in range(STEPS):
             gc.collect()  # at a moment that is not left to chance
-            with record_function(f"mark forward {index}"):
+            with mark(f"forward {index}"):
                 loss = model(*batch)
-            with record_function(f"mark backward {index}"):
+            with mark(f"backward {index}"):
                 loss.backward()
             del loss
             left = gradients_of(model)
             if index < STEPS - 1:
                 del left
             model.zero_grad()
-            with record_function(f"mark rest {index}"):
+            with mark(f"rest {index}"):
                 pass
-    log = read_log(seen, case.device)
     last = STEPS - 1
     rest = log.marks[f"rest {last}"][0]
     resident = log.set_resident([local(p) for p in model.parameters()], at=rest)
@@ -335,7 +321,6 @@ def unit_of(case: Case, options: argparse.Namespace) -> int:
 
 
 def rows_of(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each sharded variant on this rank."""
     unit = unit_of(case, options)
     peaks = {variant: measure(variant, case, options) for variant in options.variants}
     rows = []
@@ -392,27 +377,15 @@ def beside_peer(rows: list[dict[str, Any]]) -> None:
             row[f"{phase}_to_peer"] = ratio
 
 
-def on_fake(options: argparse.Namespace, device: str) -> list[dict[str, Any]]:
-    """All dtypes in this process, with nothing sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
-    rows = [row for dtype in options.dtypes for row in rows_of(Case("fake", dtype, device), options)]
-    dist.destroy_process_group()
-    return rows
+def all_dtypes(options: argparse.Namespace, backend: str, device: str = "cpu") -> list[dict[str, Any]]:
+    return [row for dtype in options.dtypes for row in rows_of(Case(backend, dtype, device), options)]
 
 
-def on_gloo(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """All dtypes as one process of several; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
-    rows = [row for dtype in options.dtypes for row in rows_of(Case("gloo", dtype, "cpu"), options)]
-    ranks: list[Any] = [None] * options.processes
-    dist.all_gather_object(ranks, rows)
-    leave(rank, folder, largest(ranks))
+def on_gloo(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return all_dtypes(options, "gloo")
 
 
 def explain(rows: list[dict[str, Any]]) -> None:
-    """What is alive at each peak."""
     for row in rows:
         for phase in PHASES:
             print(f"\n{row['backend']}, {row['dtype']}, {row['variant']}: alive at the peak of {phase}")
@@ -421,29 +394,26 @@ def explain(rows: list[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; parameters dominate in the default model."""
     parser = gpt_parser(__doc__, width=1024, context=4, batch=1, world=8)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     backends = ("fake", "gloo", "cuda")
     parser.add_argument("--backends", nargs="+", choices=backends, default=list(backends))
     parser.add_argument("--explain", action="store_true", help="what is alive at the peaks")
-    options = parser.parse_args()
-    options.variants = choose_variants(options.variants, noise=False)
-    return options
+    return parse_variants(parser, noise=None)
 
 
 def main() -> None:
-    """Measure on each back end, print the table, write the record."""
     options = parse()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     torch.set_num_threads(1)
-    rows = launch(on_gloo, options) if "gloo" in options.backends else []
+    rows = largest(launch(on_gloo, options)) if "gloo" in options.backends else []
     if "fake" in options.backends:
-        rows = [*on_fake(options, "cpu"), *rows]
+        with fake_world(options.world):
+            rows = [*all_dtypes(options, "fake"), *rows]
     has_cuda = torch.cuda.is_available() and "cuda" in options.backends
     if has_cuda:
-        rows += on_fake(options, "cuda")
+        with fake_world(options.world, "cuda"):
+            rows += all_dtypes(options, "fake", "cuda")
     beside_peer(rows)
     for dtype in options.dtypes:
         unit = unit_of(Case("", dtype, "cpu"), options) / 1e6
@@ -451,7 +421,6 @@ def main() -> None:
     print_table(rows, COLUMNS | (CUDA_COLUMNS if has_cuda else {}))
     if options.explain:
         explain(rows)
-    options.json = Path(options.json) if options.json else None
     write_json(options.json, "memory", vars(options), rows)
 
 

@@ -16,7 +16,6 @@ black alike. Whiskers are quartiles. The same records make the same files, byte 
     python bench/pictures.py --from FOLDER_OF_JSON --to bench/pictures
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from common import OURS, PEER, PEER_TUNED, PLAIN
+from common import OURS, PEER, PEER_TUNED, PLAIN, plain_parser
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -63,8 +62,6 @@ STYLE = {
 
 @dataclass
 class Group:
-    """Bars side by side, with what is written beneath them."""
-
     label: str
     bars: dict[str, Any]
     """By variant: a number, or a spread as the records have it."""
@@ -101,7 +98,6 @@ def draw(axes: Any, groups: Sequence[Group], title: str = "", *, scale: float = 
 
 
 def bar(axes: Any, at: float, width: float, variant: str, group: Group, scale: float) -> None:
-    """One bar, its quartiles, and for ours the ratio to the peer."""
     value = group.bars[variant]
     axes.bar(at, median(value) * scale, width, color=COLORS[variant])
     if isinstance(value, Mapping):
@@ -161,6 +157,26 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
+def panels(
+    path: Path,
+    titled: Sequence[tuple[str, Sequence[Group]]],
+    ylabel: str,
+    note: str,
+    *,
+    scale: float = 1.0,
+    width: float = 7.2,
+    xlabel: str = "",
+) -> Path:
+    """A picture of several panels, each with its title."""
+    with figure_of(len(titled), width=width) as (figure, axes):
+        for each, (title, groups) in zip(axes, titled, strict=True):
+            draw(each, groups, title, scale=scale)
+            each.set_xlabel(xlabel)
+        axes[0].set_ylabel(ylabel)
+        legend(figure, [group for _, groups in titled for group in groups], note)
+        return save(figure, path)
+
+
 # --- one function a subject -----------------------------------------------------------------------
 
 
@@ -169,23 +185,18 @@ def host_time(records: Sequence[Record], path: Path) -> Path:
     record = records[-1]
     rows = [row for row in record["rows"] if "added_us_per_block" in row]
     width = rows[0]["width"]
-    worlds = sorted({row["world"] for row in rows})
-    panels = {
-        world: [
-            added_group([row for row in rows if (row["world"], row["params"], row["width"]) == case])
-            for case in sorted({(row["world"], row["params"], row["width"]) for row in rows})
-            if case[0] == world and case[2] == width
-        ]
-        for world in worlds
+    cases = sorted({(row["world"], row["params"]) for row in rows if row["width"] == width})
+    found = {
+        case: added_group([r for r in rows if (r["world"], r["params"], r["width"]) == (*case, width)])
+        for case in cases
     }
-    with figure_of(len(panels)) as (figure, axes):
-        for each, (world, groups) in zip(axes, panels.items(), strict=True):
-            draw(each, groups, f"world {world}", scale=1e-3)
-            each.set_xlabel("parameters per block")
-        axes[0].set_ylabel("added per block, ms")
-        note = f"host time of forward + backward (fake process group, width {width}); number: ratio to FSDP2"
-        legend(figure, [group for groups in panels.values() for group in groups], about(record, note))
-        return save(figure, path)
+    titled = [
+        (f"world {world}", [group for case, group in found.items() if case[0] == world])
+        for world in dict(cases)
+    ]
+    note = f"host time of forward + backward (fake process group, width {width}); number: ratio to FSDP2"
+    ylabel = "added per block, ms"
+    return panels(path, titled, ylabel, about(record, note), scale=1e-3, xlabel="parameters per block")
 
 
 def added_group(rows: Sequence[Row]) -> Group:
@@ -203,13 +214,9 @@ def ratio_of(rows: Mapping[str, Row], measure: str = "ratio_to_peer") -> Any:
 
 def step_time(records: Sequence[Record], path: Path) -> Path:
     """A panel for each record: they differ too much in size for one axis."""
-    groups = [step_group(record) for record in records]
-    with figure_of(len(groups), width=max(7.2, 1.6 * len(groups))) as (figure, axes):
-        for each, group in zip(axes, groups, strict=True):
-            draw(each, [group])
-        axes[0].set_ylabel("step, ms")
-        legend(figure, groups, about(records[-1], "one machine, gloo; number: ratio to FSDP2"))
-        return save(figure, path)
+    titled = [("", [step_group(record)]) for record in records]
+    note = about(records[-1], "one machine, gloo; number: ratio to FSDP2")
+    return panels(path, titled, "step, ms", note, width=max(7.2, 1.6 * len(titled)))
 
 
 def step_group(record: Record) -> Group:
@@ -235,44 +242,29 @@ def two_hosts(records: Sequence[Record], path: Path) -> Path:
         bound = median(rows[first]["step_ms"]) / median(rows[first]["to_bound"])
         label = f"{rate / 1000:g} Gbit/s" if rate >= 1000 else f"{rate:g} Mbit/s"
         groups.append(Group(label, bars, ratio_of(rows), {"bound": bound}))
-    with figure_of(len(groups)) as (figure, axes):
-        for each, group in zip(axes, groups, strict=True):
-            draw(each, [group], scale=1e-3)
-        axes[0].set_ylabel("step, s")
-        note = "two hosts, gloo; bound: the larger of compute and bytes / bandwidth; number: ratio to FSDP2"
-        legend(figure, groups, about(record, note))
-        return save(figure, path)
+    note = "two hosts, gloo; bound: the larger of compute and bytes / bandwidth; number: ratio to FSDP2"
+    return panels(path, [("", [group]) for group in groups], "step, s", about(record, note), scale=1e-3)
 
 
 def memory(records: Sequence[Record], path: Path) -> Path:
     """A panel each for forward and backward, a group of bars for each back end and dtype."""
     record = records[-1]
     cases = list(dict.fromkeys((row["backend"], row["dtype"]) for row in record["rows"]))
-    panels = {
-        phase: [
-            memory_group(phase, [row for row in record["rows"] if (row["backend"], row["dtype"]) == case])
-            for case in cases
-        ]
-        for phase in ("forward", "backward")
-    }
-    with figure_of(2) as (figure, axes):
-        for each, (phase, groups) in zip(axes, panels.items(), strict=True):
-            draw(each, groups, phase)
-        axes[0].set_ylabel("peak, in blocks' parameters")
-        note = "memory beside shards and activations; number: ratio to FSDP2"
-        legend(figure, [group for groups in panels.values() for group in groups], about(record, note))
-        return save(figure, path)
+    rows = {case: [r for r in record["rows"] if (r["backend"], r["dtype"]) == case] for case in cases}
+    titled = [
+        (phase, [memory_group(phase, own) for own in rows.values()]) for phase in ("forward", "backward")
+    ]
+    note = about(record, "memory beside shards and activations; number: ratio to FSDP2")
+    return panels(path, titled, "peak, in blocks' parameters", note)
 
 
 def memory_group(phase: str, rows: Sequence[Row]) -> Group:
-    """One back end and dtype."""
     case = {row["variant"]: row for row in rows}
     bars = {v: case[v][f"{phase}_units"] for v in COLORS if v in case}
     return Group(f"{rows[0]['backend']}\n{rows[0]['dtype']}", bars, ratio_of(case, f"{phase}_to_peer"))
 
 
 def optimizers(records: Sequence[Record], path: Path) -> Path:
-    """A line for each run of the example."""
     with figure_of(1, width=4.4) as (figure, (axes,)):
         for record, color in zip(records, COLORS.values(), strict=False):
             name = record["settings"]["optimizer"]
@@ -314,10 +306,7 @@ def read_records(folder: Path) -> dict[str, list[Record]]:
 
 
 def main() -> None:
-    """Draw what there are records of."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--from", dest="source", type=Path, required=True, help="folder of JSON files")
     parser.add_argument("--to", dest="target", type=Path, default=Path(__file__).parent / "pictures")
     options = parser.parse_args()

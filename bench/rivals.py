@@ -29,28 +29,26 @@ import importlib.metadata
 import importlib.util
 import os
 import resource
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from common import (
-    Sample,
     Spread,
     alternate,
-    join,
+    command_line,
     launch,
-    leave,
+    loss_differences,
     print_table,
     refuse_differences,
+    slowest,
     tune_peer,
     write_json,
 )
-from gpt import GPT, batch_of
+from gpt import GPT, Trainer
 from step_time import MODELS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,39 +72,39 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 # --- what is compared -----------------------------------------------------------------------------
 
-Train = Callable[[Callable[[Any], Tensor]], Tensor]
-"""Runs a step: is given a function of a model that returns its loss, and returns the loss."""
 
-
-def plainly(model: Any, optimizer: Any) -> Train:
-    def train(loss_of: Callable[[Any], Tensor]) -> Tensor:
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+class OfEngine(Trainer):
+    def forward_backward(self, index: int) -> Tensor:
+        loss = self.loss(index)
+        self.model.backward(loss)
         return loss.detach()
 
-    return train
+    def update(self) -> None:
+        self.model.step()
 
 
-def ours(model: GPT, kind: str) -> Train:
+Wrapped = tuple[Any, Any]
+"""What is called for a loss, and what steps."""
+
+
+def ours(model: GPT, kind: str) -> Wrapped:
     from shardwise import shard_model
 
     shard_model(model, strategy=kind)  # type: ignore[arg-type]
-    return plainly(model, adamw(model))
+    return model, adamw(model)
 
 
-def torch_ddp(model: GPT, kind: str) -> Train:
+def torch_ddp(model: GPT, kind: str) -> Wrapped:
     wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if kind == "ddp":
-        return plainly(wrapped, adamw(model))
+        return wrapped, adamw(model)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
-    return plainly(wrapped, optimizer)
+    return wrapped, optimizer
 
 
-def torch_fsdp1(model: GPT, kind: str) -> Train:
+def torch_fsdp1(model: GPT, kind: str) -> Wrapped:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -117,10 +115,10 @@ def torch_fsdp1(model: GPT, kind: str) -> Train:
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
-    return plainly(wrapped, adamw(wrapped))
+    return wrapped, adamw(wrapped)
 
 
-def torch_fsdp2(model: GPT, kind: str, is_tuned: bool = False) -> Train:
+def torch_fsdp2(model: GPT, kind: str, is_tuned: bool = False) -> Wrapped:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -128,33 +126,26 @@ def torch_fsdp2(model: GPT, kind: str, is_tuned: bool = False) -> Train:
         fully_shard(module, mesh=mesh, reshard_after_forward=False if kind == "zero2" else None)
     if is_tuned:
         tune_peer(model, model.blocks)
-    return plainly(model, adamw(model))
+    return model, adamw(model)
 
 
-def torch_fsdp2_tuned(model: GPT, kind: str) -> Train:
+def torch_fsdp2_tuned(model: GPT, kind: str) -> Wrapped:
     return torch_fsdp2(model, kind, is_tuned=True)
 
 
-def fairscale(model: GPT, kind: str) -> Train:
+def fairscale(model: GPT, kind: str) -> Wrapped:
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=3e-4)
     wrapped = ShardedDataParallel(model, optimizer)
-
-    def train(loss_of: Callable[[Any], Tensor]) -> Tensor:
-        loss = loss_of(wrapped)
-        loss.backward()
-        optimizer.step()
-        # Gradients are views of its buckets. With set_to_none, torch's default, they are no longer, and the
-        # buckets send the zeros or sums of an earlier step.
-        wrapped.zero_grad(set_to_none=False)
-        return loss.detach()
-
-    return train
+    # Gradients are views of its buckets. With set_to_none, torch's default, they are no longer, and the buckets
+    # send the sums of an earlier step.
+    optimizer.zero_grad = partial(wrapped.zero_grad, set_to_none=False)
+    return wrapped, optimizer
 
 
-def deepspeed(model: GPT, kind: str) -> Train:
+def deepspeed(model: GPT, kind: str) -> Wrapped:
     os.environ["DS_ACCELERATOR"] = "cpu"  # read by the import
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     import deepspeed as library
@@ -167,18 +158,10 @@ def deepspeed(model: GPT, kind: str) -> Train:
         "gradient_clipping": 0.0,  # 1.0 unless it says otherwise, which is more work, and another training
     }
     made = library.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
-    engine = made[0]
-
-    def train(loss_of: Callable[[Any], Tensor]) -> Tensor:
-        loss = loss_of(engine)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return train
+    return made[0], made[0]
 
 
-RIVALS: dict[str, tuple[Callable[[GPT, str], Train], Sequence[str], str]] = {
+RIVALS: dict[str, tuple[Callable[[GPT, str], Wrapped], Sequence[str], str]] = {
     OURS: (ours, KINDS, "shardwise"),
     "DDP": (torch_ddp, ("ddp", "zero1"), "torch"),
     "FSDP1": (torch_fsdp1, ("zero2", "zero3"), "torch"),
@@ -191,76 +174,47 @@ RIVALS: dict[str, tuple[Callable[[GPT, str], Train], Sequence[str], str]] = {
 
 
 def variants_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """(kind, library), ours first in each kind."""
     return [(kind, name) for kind in options.kinds for name in options.libraries if kind in RIVALS[name][1]]
 
 
 # --- a launch -------------------------------------------------------------------------------------
 
 
-def timed_steps(options: argparse.Namespace, train: Train, losses: list[float]) -> Callable[[int], Sample]:
-    rank = dist.get_rank()
-
-    def step(index: int) -> Sample:
-        batch = batch_of(index * options.processes + rank, options)
-        dist.barrier()
-        start, used = time.perf_counter(), time.process_time()
-        loss = train(lambda model: model(*batch))
-        times = {
-            "step_ms": (time.perf_counter() - start) * 1e3,
-            "processor_ms": (time.process_time() - used) * 1e3,
-        }
-        losses.append(loss.item())
-        return times
-
-    return step
-
-
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process: all variants in turn."""
-    join(rank, options.processes, folder)
+def work(options: argparse.Namespace) -> tuple[Any, dict[str, list[float]], float]:
     warnings.simplefilter("ignore")  # of libraries about themselves
-    losses: dict[str, list[float]] = {}
-    steps = {}
+    trainers = {}
     for kind, name in variants_of(options):
         torch.manual_seed(0)
-        label = f"{kind} {name}"
-        losses[label] = []
-        steps[label] = timed_steps(options, RIVALS[name][0](GPT(options), kind), losses[label])
+        run, optimizer = RIVALS[name][0](GPT(options), kind)
+        trainers[f"{kind} {name}"] = (OfEngine if optimizer is run else Trainer)(
+            run, options, optimizer=optimizer
+        )
+    steps = {label: trainer.timed_step for label, trainer in trainers.items()}
     times = alternate(steps, warmup=options.warmup, steps=options.steps)
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    reports: list[Any] = [None] * options.processes
-    dist.all_gather_object(reports, (times, losses, rss))
-    leave(rank, folder, summarize(reports, options))
+    losses = {label: trainer.losses for label, trainer in trainers.items()}
+    return times, losses, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def summarize(reports: list[Any], options: argparse.Namespace) -> dict[str, Any]:
-    def over_ranks(label: str, measure: str, combine: Any) -> Any:
-        return combine([times[label][measure] for times, _, _ in reports], axis=0)
-
-    rows, first = [], {}
+def summarize(ranks: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each variant; ratios are to ours of the kind, which comes first."""
+    times = [times for times, _, _ in ranks]
+    steps, first = slowest(times, "step_ms"), {}
+    rows = []
     for kind, name in variants_of(options):
         label = f"{kind} {name}"
-        steps = over_ranks(label, "step_ms", numpy.max)
-        first.setdefault(kind, steps)
+        processor = numpy.mean([of_rank[label]["processor_ms"] for of_rank in times], axis=0)
         rows.append(
             {
                 "kind": kind,
                 "library": name,
-                "step_ms": vars(Spread.of(steps)),
-                "ratio_to_ours": vars(Spread.of(steps / first[kind])),
-                "processor_ms": vars(Spread.of(over_ranks(label, "processor_ms", numpy.mean))),
-                "last_loss": reports[0][1][label][-1],
-                "rss_mb": max(rss for _, _, rss in reports),
+                "step_ms": vars(Spread.of(steps[label])),
+                "ratio_to_ours": vars(Spread.of(steps[label] / first.setdefault(kind, steps[label]))),
+                "processor_ms": vars(Spread.of(processor)),
+                "last_loss": ranks[0][1][label][-1],
+                "rss_mb": max(rss for _, _, rss in ranks),
             }
         )
-    labels = list(reports[0][1])
-    losses = {label: numpy.array([of_rank[label] for _, of_rank, _ in reports]) for label in labels}
-    apart = {
-        f"{labels[0]} against {label}": float(numpy.max(numpy.abs(losses[labels[0]] - losses[label])))
-        for label in labels[1:]
-    }
-    return {"rows": rows, "loss_difference": apart}
+    return rows
 
 
 def resident_memory(options: argparse.Namespace) -> dict[tuple[str, str], float]:
@@ -270,22 +224,16 @@ def resident_memory(options: argparse.Namespace) -> dict[tuple[str, str], float]
         alone = argparse.Namespace(
             **{**vars(options), "kinds": [kind], "libraries": [name], "steps": 3, "warmup": 0}
         )
-        (row,) = launch(worker, alone)["rows"]
-        found[kind, name] = row["rss_mb"]
+        found[kind, name] = max(rss for _, _, rss in launch(work, alone))
     return found
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, processes=2, context=128, batch=2, steps=20, warmup=3)
     parser.add_argument("--model", choices=MODELS, default="25m")
-    for name, default in {"processes": 2, "context": 128, "batch": 2, "steps": 20, "warmup": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--libraries", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--rss", action="store_true", help="peaks of resident memory as well")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     vars(options).update(MODELS[options.model])
     options.libraries = [OURS, *(name for name in options.libraries if name != OURS)]
@@ -306,25 +254,20 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main() -> None:
-    """Launch, print the table and the check of the losses, write the record."""
     options = parse()
     found = versions(options)
-    report = launch(worker, options)
-    rows = report["rows"]
+    ranks = launch(work, options)
+    rows = summarize(ranks, options)
     memory = resident_memory(options) if options.rss else {}
     for row in rows:
         row["rss_mb"] = memory.get((row["kind"], row["library"]))
     print(f"{options.model}, {options.processes} processes (gloo), {', '.join(map(' '.join, found.items()))}")
     print_table(rows, COLUMNS)
-    write_json(
-        options.json,
-        "rivals",
-        vars(options),
-        rows,
-        versions=found,
-        **{"loss_difference": report["loss_difference"]},
-    )
-    refuse_differences(report["loss_difference"])
+    losses = [of_rank for _, of_rank, _ in ranks]
+    first, *others = losses[0]
+    apart = loss_differences(losses, first, others)
+    write_json(options.json, "rivals", vars(options), rows, versions=found, loss_difference=apart)
+    refuse_differences(apart)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,18 @@
 """A step of SOAP and Shampoo on shards, each matrix stepped by its owner, against every rank stepping all.
 
 Claim: at most 0.65 of the time on 2 processes and 0.40 on 4; at most 0.6 and 0.35 of the state on each rank.
-Floor: 0.5 and 0.25, where each rank computes its part of the work and communication costs nothing.
+Floor: 0.5 and 0.25, where each rank computes its part of the work and communication costs nothing. Refuted by
+a ratio above the claim by more than the noise (`--noise`: a second replicated one). Exits with 1 where
+parameters differ at the end. How it is measured, and what it cannot show: README.md.
 
-`replicated` is what one does without owners: each rank keeps full parameters, takes `full_tensor()` of each
-gradient, steps the class on all of them, and copies its own rows into its shards, so that parameters need not
-travel. `ours` is `WholeParameters`. Both step the same class. `flat AdamW`, beside Adafactor, is what a step
-of AdamW takes in a `FlatOptimizer`, where each rank steps its shards and nothing travels: said, not claimed.
-
-The matrices are those of the GPT of step_time.py, 25 M parameters, sharded by `fully_shard`. In each round
-all variants get the same new gradients. The first round makes the state and is not shown; in the last one
-SOAP and Shampoo compute their roots anew, which has columns of its own, as it takes seconds and is rare in
-training.
-
-Refuted by a ratio above the claim by more than the noise (`--noise`: a second replicated one). Exits with 1
-where parameters differ at the end.
+`replicated` is what one does without owners; `ours` is `WholeParameters`. Both step the same class. `flat
+AdamW`, beside Adafactor, is what a step of AdamW takes in a `FlatOptimizer`, where nothing travels: said, not
+claimed.
 
     python bench/whole_parameters.py --processes 2 --optimizers soap
     python bench/whole_parameters.py --processes 4 --layers 4 --optimizers soap
     python bench/whole_parameters.py --processes 4 --width 256 --optimizers shampoo
     python bench/whole_parameters.py --processes 2 --optimizers adafactor --steps 10
-
-SOAP and Shampoo are those of pytorch_optimizer. Where that is not installed, SOAP is left out, and Shampoo is
-the one here, as it is with `--optimizers reference`. Processes run on one thread each.
 """
 
 import argparse
@@ -34,19 +24,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from common import (
-    OURS,
-    Sample,
-    Spread,
-    alternate,
-    gpt_parser,
-    join,
-    launch,
-    leave,
-    print_table,
-    time_step_ms,
-    write_json,
-)
+from common import OURS, Sample, Spread, alternate, gpt_parser, launch, print_table, time_step_ms, write_json
 from gpt import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -117,7 +95,6 @@ class Shampoo(torch.optim.Optimizer):
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = gpt_parser(__doc__, steps=3)
     parser.add_argument(
         "--optimizers",
@@ -162,7 +139,6 @@ def sharded_matrices(options: argparse.Namespace, mesh: DeviceMesh) -> list[nn.P
 
 
 def set_gradients(params: Sequence[nn.Parameter], round_index: int) -> None:
-    """Give this rank its rows of new gradients."""
     generator = torch.Generator().manual_seed(round_index)
     for param in params:
         rows = own_rows(torch.randn(param.shape, generator=generator), param).clone()
@@ -208,17 +184,14 @@ class Replicated:
 
 
 def whole_parameters(kind: Any, params: Sequence[nn.Parameter], options: Mapping[str, Any]) -> Any:
-    """Ours."""
     return WholeParameters(kind, params, **options)
 
 
 def flat_adamw(kind: Any, params: Sequence[nn.Parameter], options: Mapping[str, Any]) -> Any:
-    """Another optimizer on the same shards."""
     return FlatOptimizer(torch.optim.AdamW(params))
 
 
 def makers(kind: type[torch.optim.Optimizer], *, noise: bool) -> dict[str, Callable[..., Any]]:
-    """The variants of a class."""
     made: dict[str, Callable[..., Any]] = {REPLICATED: Replicated, OURS: whole_parameters}
     if kind is torch.optim.Adafactor:
         made[FLAT] = flat_adamw
@@ -271,12 +244,10 @@ def refuse_differences(
 
 
 def fulls(params: Iterable[Any]) -> list[Tensor]:
-    """Full values of sharded parameters."""
     return [param.full_tensor().detach().clone() for param in params]
 
 
 def measure(name: str, recipe: Recipe, options: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """The rows of one class."""
     kind, settings = recipe
     params, optimizers = {}, {}
     for variant, make in makers(kind, noise=options.noise).items():
@@ -293,11 +264,7 @@ def measure(name: str, recipe: Recipe, options: argparse.Namespace, mesh: Device
 
 
 def _row(
-    name: str,
-    variant: str,
-    times: Mapping[str, numpy.ndarray],
-    states: Mapping[str, float],
-    has_roots: bool,
+    name: str, variant: str, times: Mapping[str, numpy.ndarray], states: Mapping[str, float], has_roots: bool
 ) -> dict[str, Any]:
     usual = slice(1, -1) if has_roots else slice(1, None)
     own, base = times[variant], times[REPLICATED]
@@ -315,22 +282,16 @@ def _row(
     }
 
 
-def on_gloo(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One of the processes."""
-    join(rank, options.processes, folder)
+def work(options: argparse.Namespace) -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (options.processes,))
-    rows = []
-    for name, recipe in recipes(options).items():
-        rows += measure(name, recipe, options, mesh)
-    leave(rank, folder, rows)
+    return [row for name, recipe in recipes(options).items() for row in measure(name, recipe, options, mesh)]
 
 
 def main() -> None:
-    """Measure, print the table, write the record."""
     options = parse()
     if "soap" in options.optimizers and not importlib.util.find_spec(LIBRARY):
         print(f"SOAP is left out: it is that of {LIBRARY}, which is not installed.")
-    rows = launch(on_gloo, options)
+    rows = launch(work, options)[0]
     print_table(rows, COLUMNS)
     write_json(options.json, "whole_parameters", vars(options), rows)
 

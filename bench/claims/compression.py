@@ -21,18 +21,15 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
-import numpy
 import torch
-import torch.distributed as dist
-from common import gpt_parser, join, launch, leave, print_table, write_json
-from gpt import GPT, batch_of
-from strategies import sent_bytes
+from common import gpt_parser, launch, print_table, write_json
+from gpt import GPT, Trainer
+from strategies import sent_and_ms
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardwise import CommPolicy, shard_model
@@ -68,30 +65,25 @@ COLUMNS = {
 
 
 def measure(setting: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """Bytes and time of a step, on this rank."""
     torch.manual_seed(0)
     policy = CommPolicy(quantized_all_gather=setting["weights"])
     model = shard_model(GPT(options), strategy=options.strategy, comm_policy=policy)
     if setting["hook"] is not None:
         register_comm_hook(model, None, setting["hook"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    times = []
-    for index in range(options.warmup + options.steps):
-        if index == options.warmup:
-            dist.barrier()
-            before = sent_bytes()
-        start = time.perf_counter()
-        model(*batch_of(index * options.processes + dist.get_rank(), options)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append((time.perf_counter() - start) * 1e3)
-    dist.barrier()
-    sent = (sent_bytes() - before) / options.steps / options.processes
-    return {"sent_mb": sent / 1e6, "step_ms": float(numpy.median(times[options.warmup :]))}
+    trainer = Trainer(model, options)
+    indices = iter(range(options.warmup + options.steps))
+
+    def step() -> None:
+        trainer.forward_backward(next(indices))
+        trainer.update()
+
+    for _ in range(options.warmup):
+        step()
+    sent, step_ms = sent_and_ms(step, options)
+    return {"sent_mb": sent, "step_ms": step_ms}
 
 
 def formula(setting: dict[str, Any], options: argparse.Namespace) -> float:
-    """Megabytes that a rank sends in a step."""
     with torch.device("meta"):
         model = GPT(options)
     whole = sum(p.numel() * 4 for p in model.parameters()) / 1e6
@@ -101,14 +93,11 @@ def formula(setting: dict[str, Any], options: argparse.Namespace) -> float:
     return (all_gathers * setting["weight_share"] + whole * setting["gradient_share"]) * share
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
-    rows = [
+def work(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
         {"setting": name, "formula_mb": formula(setting, options), **measure(setting, options)}
         for name, setting in SETTINGS.items()
     ]
-    leave(rank, folder, rows)
 
 
 def validation_loss(arguments: list[str], options: argparse.Namespace) -> float:
@@ -122,11 +111,10 @@ def validation_loss(arguments: list[str], options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Launch, train the example, print the table, write the record."""
     parser = gpt_parser(__doc__, context=128, batch=2, steps=10, warmup=2, example_steps=600)
     parser.add_argument("--strategy", choices=["zero2", "zero3"], default="zero2")
     options = parser.parse_args()
-    rows = launch(worker, options)
+    rows = launch(work, options)[0]
     if options.example_steps:
         for row in rows:
             row["val_loss"] = validation_loss(SETTINGS[row["setting"]].get("options", []), options)

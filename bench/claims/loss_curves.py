@@ -39,7 +39,6 @@ LEFT_OUT = ("checkpoint_dir", "resume", "trace", "recompute", "compile", "peak_t
 
 
 def main() -> None:
-    """Train once, and write the curve."""
     settings = parse_settings()
     start_processes(settings.device)
     model, optimizer = MAKERS[settings.peer](settings)
@@ -51,7 +50,6 @@ def main() -> None:
 
 
 def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The example's options, and which way to train."""
     parser: Parser = train_gpt.command_line()
     parser.description = "Train the example's GPT in another way."
     add = parser.add_argument
@@ -120,7 +118,6 @@ MAKERS = {"shardwise": ours, "torch": peer}
 
 
 def build_adamw(model: GPT, settings: argparse.Namespace) -> torch.optim.Optimizer:
-    """The example's optimizer, which is torch's."""
     return train_gpt.build_optimizer(model, settings.lr)
 
 

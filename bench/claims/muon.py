@@ -28,9 +28,8 @@ from common import (
     PEER_AGAIN,
     Spread,
     alternate,
-    join,
+    command_line,
     launch,
-    leave,
     print_table,
     ratios_to_peer,
     time_step_ms,
@@ -43,19 +42,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise.optim import Muon
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in {"processes": 2, "width": 1024, "matrices": 4, "warmup": 1, "steps": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
-
-
 def stepper(kind: Any, options: argparse.Namespace) -> Callable[[int], dict[str, float]]:
-    """A step of an optimizer over its own sharded matrices."""
     mesh = init_device_mesh("cpu", (options.processes,))
     generator = torch.Generator().manual_seed(0)
     params = []
@@ -72,25 +59,22 @@ def stepper(kind: Any, options: argparse.Namespace) -> Callable[[int], dict[str,
     return step
 
 
-def on_gloo(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One of the processes."""
-    join(rank, options.processes, folder)
+def work(options: argparse.Namespace) -> list[dict[str, str]]:
     kinds = {PEER: torch.optim.Muon, OURS: Muon, PEER_AGAIN: torch.optim.Muon}
     steps = {name: stepper(kind, options) for name, kind in kinds.items()}
     values = alternate(steps, warmup=options.warmup, steps=options.steps)
     times: dict[str, numpy.ndarray] = {name: measures["step_ms"] for name, measures in values.items()}
     ratios = ratios_to_peer(times)
-    rows = [
+    return [
         {"variant": name, "step_ms": str(Spread.of(each)), "to_peer": str(ratios[name])}
         for name, each in times.items()
     ]
-    leave(rank, folder, rows)
 
 
 def main() -> None:
-    """Measure, print the table, write the record."""
-    options = parse()
-    rows = launch(on_gloo, options)
+    parser = command_line(__doc__, processes=2, width=1024, matrices=4, warmup=1, steps=5)
+    options = parser.parse_args()
+    rows = launch(work, options)[0]
     print_table(rows, {"variant": "variant", "step_ms": "step, ms", "to_peer": "to the peer"})
     write_json(options.json, "muon", vars(options), rows)
 

@@ -23,17 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
-import numpy
 import torch
-import torch.distributed as dist
-from common import Spread, alternate, gpt_parser, join, launch, leave, print_table, write_json
-from gpt import GPT, batch_of
+from common import Spread, alternate, gpt_parser, launch, print_table, slowest, write_json
+from gpt import GPT, Trainer
 from torch import nn
 
 from shardwise import CommPolicy, shard_model
@@ -66,7 +63,6 @@ class Memory:
         self.peaks = {"forward": 0, "backward": 0, "gradients": 0}
 
     def look(self, event: str, name: str) -> None:
-        """Heard at each event."""
         if event in ("forward", "backward"):
             self.phase = event
         buckets = [bucket for group in self.groups for bucket in group.unsharded.buckets]
@@ -78,68 +74,44 @@ class Memory:
         self.peaks["gradients"] = max(self.peaks["gradients"], gradients)
 
 
-class Trainer:
-    """One setting's model and optimizer on this rank."""
-
-    def __init__(self, policy: CommPolicy, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.options = options
-        self.model = shard_model(GPT(options), comm_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
-        self.losses: list[float] = []
-
-    def timed_step(self, index: int) -> dict[str, float]:
-        """A step after a barrier."""
-        batch = batch_of(index * self.options.processes + dist.get_rank(), self.options)
-        dist.barrier()
-        start = time.perf_counter()
-        loss = self.model(*batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        return {"step_ms": (time.perf_counter() - start) * 1e3}
-
-    def peaks(self) -> dict[str, float]:
-        """Of one more step, in blocks."""
-        memory = Memory(self.model)
-        root = sharded_module_states(self.model)[0].root
-        root.observe(memory.look)
-        self.timed_step(0)
-        root.observe(None)
-        block = sum(p.numel() * 4 for p in self.model.blocks[0].parameters())
-        return {name: round(value / block, 2) for name, value in memory.peaks.items()}
+def trainer_of(policy: CommPolicy, options: argparse.Namespace) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(shard_model(GPT(options), comm_policy=policy), options)
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
-    trainers = {name: Trainer(policy, options) for name, policy in SETTINGS.items()}
+def peaks_of(trainer: Trainer) -> dict[str, float]:
+    """Of one more step, in blocks."""
+    memory = Memory(trainer.model)
+    root = sharded_module_states(trainer.model)[0].root
+    root.observe(memory.look)
+    trainer.timed_step(0)
+    root.observe(None)
+    block = sum(p.numel() * 4 for p in trainer.model.blocks[0].parameters())
+    return {name: round(value / block, 2) for name, value in memory.peaks.items()}
+
+
+def work(options: argparse.Namespace) -> tuple[Any, dict[str, dict[str, float]], bool]:
+    trainers = {name: trainer_of(policy, options) for name, policy in SETTINGS.items()}
     steps = {name: trainer.timed_step for name, trainer in trainers.items()}
     times = alternate(steps, warmup=options.warmup, steps=options.steps)
-    peaks = {name: trainer.peaks() for name, trainer in trainers.items()}
-    ranks: list[Any] = [None] * options.processes
-    dist.all_gather_object(ranks, {name: t["step_ms"] for name, t in times.items()})
-    slowest = {name: numpy.max([each[name] for each in ranks], axis=0) for name in SETTINGS}
-    rows = [
-        {
-            "setting": name,
-            "step_ms": vars(Spread.of(slowest[name])),
-            "ratio": vars(Spread.of(slowest[name] / slowest["default"])),
-            **peaks[name],
-        }
-        for name in SETTINGS
-    ]
-    losses = {tuple(trainer.losses[: options.steps]) for trainer in trainers.values()}
-    leave(rank, folder, {"rows": rows, "agree": len(losses) == 1})
+    losses = {tuple(trainer.losses) for trainer in trainers.values()}
+    return times, {name: peaks_of(trainer) for name, trainer in trainers.items()}, len(losses) == 1
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One table."""
-    report = launch(worker, options)
-    if not report["agree"]:
+    ranks = launch(work, options)
+    if not ranks[0][2]:
         raise SystemExit("The settings do not train the same: the times above compare nothing.")
-    return report["rows"]
+    steps = slowest([times for times, _, _ in ranks], "step_ms")
+    return [
+        {
+            "setting": name,
+            "step_ms": vars(Spread.of(steps[name])),
+            "ratio": vars(Spread.of(steps[name] / steps["default"])),
+            **ranks[0][1][name],
+        }
+        for name in SETTINGS
+    ]
 
 
 def on_thin_wire(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -173,7 +145,6 @@ def on_thin_wire(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Both tables, and the record."""
     options = gpt_parser(__doc__, context=128, batch=4, steps=20, warmup=3, mbit=2000).parse_args()
     rows = measured(options)
     print(f"{options.processes} processes (gloo), float32, loopback as it is; median [quartiles]")

@@ -44,12 +44,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 import psutil
 import torch
 import torch.distributed as dist
-from common import OURS, PEER, PEER_TUNED, find_library, print_table, shard, write_json
+from common import OURS, PEER, PEER_TUNED, command_line, find_library, print_table, shard, write_json
 from gpt import GPT
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.dry_run.fake_model import without_computation
+from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat.c10d import PythonGroup
 
 MODELS = {
@@ -92,7 +94,6 @@ class Silent(PythonGroup):
 
 
 def make_world(world: int) -> DeviceMesh:
-    """Make this process rank 0 of so many."""
     dist.Backend.register_backend(
         "silent_fake", lambda _s, rank, size, _t: Silent(rank, size, "silent_fake"), devices=["cpu"]
     )
@@ -118,7 +119,6 @@ def settings_of(variant: str, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One case, in this process."""
     torch.set_num_threads(1)
     [model_name], [world], [variant] = options.models, options.worlds, options.variants
     mesh = make_world(world)
@@ -150,7 +150,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def max_rss_gib() -> float:
-    """The most memory this process ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
 
 
@@ -174,51 +173,12 @@ def planning(model: GPT, row: dict[str, Any], options: argparse.Namespace) -> di
     if needed > options.step_gib:
         return {**found, "note": f"no step: shards and gradients take {needed:.0f} GiB"}
     model.to_empty(device="cpu")
-    without_computation(model)
+    without_computation(model, [module_state.group for module_state in sharded_module_states(model)])
     times = [step_s(model) for _ in range(STEPS)]
     return {**found, "first_step_s": times[0], "steady_step_s": statistics.median(times[1:])}
 
 
-class Nothing(torch.autograd.Function):
-    """Takes parameters and returns memory of their shapes as gradients, unwritten."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.likes = [(p.shape, p.dtype) for p in params]
-        return x + 1
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return (*gradients, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.likes))
-
-
-def without_computation(model: GPT) -> None:
-    """Give every block, and the root, a forward that reads all parameters and computes nothing."""
-    for block in model.blocks:
-        block.forward = reading(places(block.modules()))
-    own = reading(places([model, model.tokens, model.norm, model.head]))
-
-    def forward(x: Tensor) -> Tensor:
-        x = own(x)
-        for block in model.blocks:
-            x = block(x)
-        return x
-
-    model.forward = forward  # type: ignore[method-assign]
-
-
-def places(modules: Any) -> list[tuple[nn.Module, str]]:
-    """Where modules have parameters of their own."""
-    return [(module, name) for module in modules for name, p in module._parameters.items() if p is not None]
-
-
-def reading(sites: list[tuple[nn.Module, str]]) -> Any:
-    """A forward that takes the parameters there as a module's code would."""
-    return lambda x: Nothing.apply(x, *(getattr(module, name) for module, name in sites))
-
-
 def step_s(model: GPT) -> float:
-    """Seconds of a forward and a backward."""
     x = torch.zeros(2, requires_grad=True)
     start = time.perf_counter()
     model(x).sum().backward()
@@ -233,7 +193,6 @@ def step_s(model: GPT) -> float:
 
 
 def in_own_process(model: str, world: int, variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row, or why there is none."""
     command = [sys.executable, "-W", "ignore", __file__, "--here", "--step-gib", str(options.step_gib)]
     command += ["--models", model, "--worlds", str(world), "--variants", variant]
     if options.layers is not None:
@@ -261,10 +220,7 @@ def verdict(rows: list[dict[str, Any]]) -> str | None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--worlds", nargs="+", type=int, default=[128, 512, 1024, 4096])
     parser.add_argument("--variants", nargs="+", choices=(PEER, PEER_TUNED, OURS), default=[PEER, OURS])
@@ -274,12 +230,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a row")
     parser.add_argument("--here", action="store_true", help="one row, in this process, as JSON")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
-    """A row or all, the table, the record."""
     options = parse()
     if options.here:
         print(json.dumps(measure(options)))

@@ -25,7 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
-import numpy
 import torch
 import torch.distributed as dist
 from common import (
@@ -33,9 +32,7 @@ from common import (
     alternate,
     find_fully_shard,
     gpt_parser,
-    join,
     launch,
-    leave,
     peak_bytes,
     print_table,
     write_json,
@@ -69,7 +66,6 @@ WHAT = {
 
 
 def sharded(variant: str, options: argparse.Namespace) -> nn.Module:
-    """The GPT, sharded block by block."""
     fully_shard = find_fully_shard(variant)
     torch.manual_seed(0)
     model = GPT(options)
@@ -79,7 +75,6 @@ def sharded(variant: str, options: argparse.Namespace) -> nn.Module:
 
 
 def peers(model: nn.Module, full: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """As torch documents it."""
     out = StateDictOptions(full_state_dict=True, cpu_offload=True)
     into = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     return {
@@ -90,7 +85,6 @@ def peers(model: nn.Module, full: dict[str, Any]) -> dict[str, Callable[[], Any]
 
 
 def ours(model: nn.Module, full: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """The same with shardwise."""
     return {
         "out": lambda: full_state_dict(model),
         "walk": lambda: [value.numel() for _, value in iter_full_parameters(model)],
@@ -99,7 +93,6 @@ def ours(model: nn.Module, full: dict[str, Any]) -> dict[str, Callable[[], Any]]
 
 
 def timed(act: Callable[[], Any]) -> Callable[[int], dict[str, float]]:
-    """One call between barriers."""
 
     def call(_: int) -> dict[str, float]:
         dist.barrier()
@@ -111,44 +104,44 @@ def timed(act: Callable[[], Any]) -> Callable[[int], dict[str, float]]:
     return call
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
+def work(options: argparse.Namespace) -> dict[str, Any]:
     models = {variant: sharded(variant, options) for variant in ("peer", "ours")}
     full = full_state_dict(models["ours"])
     acts = {"peer": peers(models["peer"], full), "ours": ours(models["ours"], full)}
     size = sum(param.numel() * 4 for param in models["ours"].parameters())
-    rows = []
-    for what, text in WHAT.items():
+    times, peaks = {}, {}
+    for what in WHAT:
         steps = {variant: timed(acts[variant][what]) for variant in acts}
-        times = {v: t["ms"] for v, t in alternate(steps, warmup=1, steps=options.steps).items()}
-        mine = {variant: round(peak_bytes(acts[variant][what]) / size, 3) for variant in acts}
-        ranks: list[Any] = [None] * options.processes
-        dist.all_gather_object(ranks, mine)
-        rows.append(
-            {
-                "what": text,
-                **{f"{v}_ms": vars(Spread.of(times[v])) for v in times},
-                "ratio": vars(Spread.of(numpy.array(times["ours"]) / times["peer"])),
-                **{f"{v}_first": ranks[0][v] for v in acts},
-                **{f"{v}_other": max(other[v] for other in ranks[1:]) for v in acts},
-            }
-        )
+        measured = alternate(steps, warmup=1, steps=options.steps)
+        times[what] = {variant: each["ms"] for variant, each in measured.items()}
+        peaks[what] = {variant: round(peak_bytes(acts[variant][what]) / size, 3) for variant in acts}
     theirs = acts["peer"]["out"]()
     agree = all(torch.equal(theirs[name], value) for name, value in full.items())
-    leave(rank, folder, {"rows": rows, "agree": agree, "size_mb": size / 1e6})
+    return {"times": times, "peaks": peaks, "agree": agree, "size_mb": size / 1e6}
+
+
+def row_of(what: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one function: times are rank 0's, which ends with the others."""
+    first, *others = (rank["peaks"][what] for rank in ranks)
+    times = ranks[0]["times"][what]
+    return {
+        "what": WHAT[what],
+        **{f"{variant}_ms": vars(Spread.of(times[variant])) for variant in times},
+        "ratio": vars(Spread.of(times["ours"] / times["peer"])),
+        **{f"{variant}_first": peak for variant, peak in first.items()},
+        **{f"{variant}_other": max(other[variant] for other in others) for variant in first},
+    }
 
 
 def main() -> None:
-    """The table, and the record."""
     options = gpt_parser(__doc__, context=128, steps=10).parse_args()
-    report = launch(worker, options)
-    if not report["agree"]:
+    ranks = launch(work, options)
+    if not ranks[0]["agree"]:
         raise SystemExit("The two states differ: the times above compare nothing.")
-    mb = report["size_mb"]
+    mb, rows = ranks[0]["size_mb"], [row_of(what, ranks) for what in WHAT]
     print(f"{options.processes} processes (gloo), {mb:.0f} MB of float32; memory in units of that")
-    print_table(report["rows"], COLUMNS)
-    write_json(options.json, "state", vars(options), report["rows"], size_mb=mb)
+    print_table(rows, COLUMNS)
+    write_json(options.json, "state", vars(options), rows, size_mb=mb)
 
 
 if __name__ == "__main__":

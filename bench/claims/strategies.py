@@ -29,6 +29,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ import numpy
 import psutil
 import torch
 import torch.distributed as dist
-from common import gpt_parser, join, launch, leave, print_table, write_json
+from common import gpt_parser, launch, print_table, write_json
 from gpt import GPT, batch_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -78,8 +79,21 @@ def live_bytes() -> int:
 
 
 def sent_bytes() -> int:
-    """Bytes that have left through the loopback interface, of all processes."""
     return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+
+
+def sent_and_ms(step: Callable[[], Any], options: argparse.Namespace) -> tuple[float, float]:
+    """Megabytes that a rank sends in a step, and the median of its times."""
+    times = []
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    dist.barrier()
+    sent = (sent_bytes() - before) / options.steps / options.processes
+    return sent / 1e6, float(numpy.median(times))
 
 
 def mesh_of(strategy: str, world: int) -> Any:
@@ -90,7 +104,6 @@ def mesh_of(strategy: str, world: int) -> Any:
 
 
 def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One strategy on this rank."""
     world = dist.get_world_size()
     before = live_bytes()
     torch.manual_seed(0)
@@ -120,21 +133,13 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         model(tokens, targets).backward()
     gradients = live_bytes() - rest
     step()
-    times = []
-    dist.barrier()
-    sent = sent_bytes()
-    for _ in range(options.steps):
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e3)
-    dist.barrier()
-    sent = (sent_bytes() - sent) / options.steps / world
+    sent, step_ms = sent_and_ms(step, options)
     return {
         "parameters_mb": (forward - state) / 1e6,
         "gradients_mb": gradients / 1e6,
         "state_mb": state / 1e6,
-        "sent_mb": sent / 1e6,
-        "step_ms": float(numpy.median(times)),
+        "sent_mb": sent,
+        "step_ms": step_ms,
     }
 
 
@@ -166,20 +171,15 @@ def formulas(strategy: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def worker(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
-    join(rank, options.processes, folder)
-    rows = [{"strategy": name, **measure(name, options)} for name in options.strategies]
-    leave(rank, folder, rows)
+def work(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"strategy": name, **measure(name, options)} for name in options.strategies]
 
 
 def main() -> None:
-    """Launch, put the formulas beside, print the table, write the record."""
     parser = gpt_parser(__doc__, context=8, batch=1, steps=10)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     options = parser.parse_args()
-    rows = launch(worker, options)
-    rows = [{**row, **formulas(row["strategy"], options)} for row in rows]
+    rows = [{**row, **formulas(row["strategy"], options)} for row in launch(work, options)[0]]
     print(f"{options.processes} processes (gloo), float32; rank 0; times are medians of {options.steps}")
     print_table(rows, COLUMNS)
     write_json(options.json, "strategies", vars(options), rows)

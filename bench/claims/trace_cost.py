@@ -12,15 +12,15 @@ Refuted by: `not traced` above `never traced` by more than `never traced again` 
     python bench/claims/trace_cost.py
 """
 
-import argparse
+import sys
 import time
-from collections.abc import Callable
-from statistics import median
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
 import torch
-import torch.distributed as dist
+from common import Sample, Spread, Step, alternate, command_line, fake_world, print_table, write_json
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 
@@ -35,47 +35,33 @@ def build(blocks: int, width: int) -> nn.Module:
     return shardwise.fully_shard(model)
 
 
-def measured(step: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    step()
-    return (time.perf_counter() - began) * 1e6
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=60)
-    options = parser.parse_args()
+    options = command_line(__doc__, blocks=12, width=32, rounds=60).parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    traced, untouched, again = (build(options.blocks, options.width) for _ in range(3))
-    inputs = torch.randn(2, options.width)
+    with fake_world(8):
+        traced, untouched, again = (build(options.blocks, options.width) for _ in range(3))
+        inputs = torch.randn(2, options.width)
 
-    def step(model: nn.Module) -> float:
-        return measured(lambda: model(inputs).sum().backward())
+        def us_a_block(model: nn.Module) -> Sample:
+            began = time.perf_counter()
+            model(inputs).sum().backward()
+            return {"us": (time.perf_counter() - began) * 1e6 / options.blocks}
 
-    def step_in_trace() -> float:
-        with shardwise.trace(traced, on_all_ranks=False):
-            return step(traced)
+        def in_trace(_: int) -> Sample:
+            with shardwise.trace(traced, on_all_ranks=False):
+                return us_a_block(traced)
 
-    kinds: dict[str, Callable[[], float]] = {
-        "never traced": lambda: step(untouched),
-        "traced": step_in_trace,
-        "not traced": lambda: step(traced),
-        "never traced again": lambda: step(again),
-    }
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(options.rounds + 5):
-        for name, run in kinds.items():
-            took = run()
-            if number >= 5:
-                times[name].append(took / options.blocks)
-    for name, found in times.items():
-        low, high = sorted(found)[len(found) // 4], sorted(found)[3 * len(found) // 4]
-        print(f"{name:20} {median(found):8.1f} us/block  ({low:.1f} to {high:.1f})")
-    dist.destroy_process_group()
+        kinds: dict[str, Step] = {
+            "never traced": lambda _: us_a_block(untouched),
+            "traced": in_trace,
+            "not traced": lambda _: us_a_block(traced),
+            "never traced again": lambda _: us_a_block(again),
+        }
+        times = alternate(kinds, warmup=5, steps=options.rounds)
+    rows = [{"step": name, "us": vars(Spread.of(found["us"]))} for name, found in times.items()]
+    print_table(rows, {"step": "step", "us": "us/block"})
+    write_json(options.json, "trace_cost", vars(options), rows)
 
 
 if __name__ == "__main__":

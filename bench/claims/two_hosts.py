@@ -44,17 +44,16 @@ import torch.distributed as dist
 from common import (
     LOSS_TOLERANCE,
     PLAIN,
-    VARIANTS,
     Sample,
     Spread,
     Step,
     alternate,
-    choose_variants,
     gpt_parser,
     join,
-    leave,
+    parse_variants,
     print_table,
     ratios_to_peer,
+    slowest,
     write_json,
 )
 from gpt import GPT
@@ -142,7 +141,6 @@ def worker(options: argparse.Namespace) -> None:
     losses = {variant: trainer.losses for variant, trainer in trainers.items()}
     hosts: list[Any] = [None] * PROCESSES
     dist.all_gather_object(hosts, {"times": times, "losses": losses})
-    report = None
     if options.rank == 0:
         facts, rows = summarize([host["times"] for host in hosts], raw, options)
         report = {
@@ -151,19 +149,18 @@ def worker(options: argparse.Namespace) -> None:
             "loss_difference": disagreement([host["losses"] for host in hosts]),
         }
         print_report(report)
-    leave(options.rank, str(options.folder), report)
+        Path(options.folder, "report.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def summarize(
     hosts: list[dict[str, dict[str, numpy.ndarray]]], raw: list[float], options: argparse.Namespace
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """The bound and what it is made of; a row for each variant, times the maximum over hosts."""
-
-    def slowest(variant: str, measure: str) -> numpy.ndarray:
-        return numpy.max([host[variant][measure] for host in hosts], axis=0)
-
-    plain = numpy.median(slowest(PLAIN, "forward_backward_ms"))
-    compute = float(plain + numpy.median(slowest(PLAIN, "update_ms")) / PROCESSES)
+    steps, sent = slowest(hosts, "step_ms"), slowest(hosts, "sent_mb")
+    passes, updates = slowest(hosts, "forward_backward_ms"), slowest(hosts, "update_ms")
+    compute = float(numpy.median(passes[PLAIN]) + numpy.median(updates[PLAIN]) / PROCESSES)
     payload = bytes_to_send(options)
     wire = payload * 8 / 1e6 / options.rate_mbit * 1e3
     bound = max(compute, wire)
@@ -178,7 +175,6 @@ def summarize(
         "bound_ms": bound,
         "core_share": had,
     }
-    steps = {variant: slowest(variant, "step_ms") for variant in hosts[0]}
     ratios = ratios_to_peer(steps)
     rows = [
         {
@@ -187,10 +183,10 @@ def summarize(
             "step_ms": vars(Spread.of(times)),
             "ratio_to_peer": vars(ratios[variant]) if variant in ratios else None,
             "to_bound": None if variant == PLAIN else vars(Spread.of(times / bound)),
-            "sent_mb": float(numpy.median(slowest(variant, "sent_mb"))),
+            "sent_mb": float(numpy.median(sent[variant])),
             "sent_formula_mb": 0.0 if variant == PLAIN else payload / 1e6,
-            "forward_backward_ms": vars(Spread.of(slowest(variant, "forward_backward_ms"))),
-            "update_ms": vars(Spread.of(slowest(variant, "update_ms"))),
+            "forward_backward_ms": vars(Spread.of(passes[variant])),
+            "update_ms": vars(Spread.of(updates[variant])),
         }
         for variant, times in steps.items()
     ]
@@ -198,13 +194,11 @@ def summarize(
 
 
 def disagreement(hosts: list[dict[str, list[float]]]) -> float:
-    """The largest difference between losses of sharded variants, over steps and hosts."""
     losses = numpy.array([[host[v] for v in host if v != PLAIN] for host in hosts])
     return float(numpy.max(losses.max(axis=1) - losses.min(axis=1)))
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Both tables of one rate."""
     print(f"\nwire of {report['facts']['rate_mbit']} Mbit/s, gloo, float32; median [quartiles]")
     print_table([report["facts"]], FACT_COLUMNS)
     print()
@@ -233,19 +227,15 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; the last four are for two_hosts.sh."""
     parser = gpt_parser(__doc__, context=128, batch=8, steps=7, warmup=2)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--noise", action="store_true", help="a second instance of the peer")
     parser.add_argument("--raw-mb", type=int, help="size of the transfer that measures the bandwidth, MB")
     parser.add_argument("--rank", type=int, choices=range(PROCESSES))
     parser.add_argument("--rate-mbit", type=int)
     parser.add_argument("--folder", type=Path, help="where the ranks meet, and rank 0 leaves its report")
     parser.add_argument("--collect", type=Path, help="folder of the folders of all rates")
-    options = parser.parse_args()
+    options = parse_variants(parser)
     if options.processes != PROCESSES:
         parser.error(f"--processes: there are two hosts of one process, got {options.processes}")
-    options.variants = choose_variants(options.variants, noise=options.noise)
     if options.collect is None and None in (options.rank, options.rate_mbit, options.folder):
         parser.error("this part runs on one host; start both by bench/claims/two_hosts.sh")
     options.reduce_dtype = "float32"  # what step_time.py's trainer asks for
@@ -255,7 +245,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """One host's part, or the end."""
     options = parse()
     if options.collect is not None:
         collect(options)

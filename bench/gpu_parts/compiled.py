@@ -3,30 +3,24 @@
 Claim: a step is made of work that a CUDA graph can hold, and so is a whole iteration with its optimizer;
 blocks may be compiled with `mode="reduce-overhead"` where unsharded parameters keep their addresses
 (`set_keep_unsharded_storage`); a whole model becomes one graph. Losses and gradients are those of the eager
-step, to the rounding of the dtype.
-
-How: the fake process group is of no use where values are compared, so the world is one of 8 clones
-(groups.py); for Inductor over the whole model it is the fake group, whose functional collectives Inductor may
-bucket, and losses are compared in a world of one.
-
-Refuted by: an error, another loss, or more time than the eager step takes, by more than the quartiles.
+step, to the rounding of the dtype. Values are compared in a world of clones; Inductor over the whole model
+has the fake group, whose collectives it may bucket, and losses are compared in a world of one.
 """
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from common import OURS, PEER, Spread, alternate
+from common import OURS, PEER, Spread, alternate, fake_world
 from one_device.groups import CloneWorld
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise
 from gpu_parts.plan import Item, Options, Row, Skipped
-from gpu_parts.speed import WORLD, Case, Iterations, Trainer, fake_world, timed_act
+from gpu_parts.speed import WORLD, Case, Iterations, Trainer, timed_act
 
 MODEL = "4 x 4096, 512 tokens"
 TOLERANCE = 2e-2
@@ -35,7 +29,6 @@ WARM_UP, LAUNCHES = 3, 6
 
 
 def items(options: Options) -> Iterator[Item]:
-    """Three ways to compile."""
     case = Case("tiny" if options.is_tiny else MODEL, WORLD, "bf16", options.device)
     yield "CUDA graph of a step", partial(graph_of_a_step, case, keeps=False)
     yield "CUDA graph of a step, kept addresses", partial(graph_of_a_step, case, keeps=True)
@@ -66,6 +59,19 @@ def loss_of(trainer: Trainer) -> float:
         return float(trainer.model(*trainer.batch))
 
 
+def captured(warm_up: Callable[[], Any], act: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+    """A CUDA graph of ``act``, after ``warm_up`` on the same stream; and what the two returned."""
+    capturing = torch.cuda.Stream()
+    capturing.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(capturing):
+        before = warm_up()
+    torch.cuda.synchronize()
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capturing):
+        return graph, before, act()
+
+
 def graph_of_a_step(case: Case, keeps: bool) -> Row:
     """Capture forward and backward, replay it, and compare gradients with those of an eager step."""
     if case.device != "cuda":
@@ -75,19 +81,16 @@ def graph_of_a_step(case: Case, keeps: bool) -> Row:
         model: Any = trainer.model
         if keeps:
             model.set_keep_unsharded_storage(True)
-        capturing = torch.cuda.Stream()
-        capturing.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(capturing):
+
+        def warm_up() -> list[Tensor]:
             for _ in range(3):
                 model.zero_grad()
                 trainer.step()
-            expected = _gradients(model)
+            found = _gradients(model)
             model.zero_grad()
-        torch.cuda.synchronize()
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=capturing):
-            trainer.step()
+            return found
+
+        graph, expected, _ = captured(warm_up, trainer.step)
         for gradient in _local_gradients(model):
             gradient.fill_(float("nan"))  # a replay that writes nothing would be noticed
         graph.replay()
@@ -108,15 +111,7 @@ def iteration_in_a_graph(case: Case, keeps: bool) -> Row:
         raise Skipped("there are no CUDA graphs on the host")
     expected = torch.stack(Iterations(OURS, case, keeps, capturable=True).eager(range(WARM_UP + LAUNCHES)))
     run = Iterations(OURS, case, keeps, capturable=True)
-    capturing = torch.cuda.Stream()
-    capturing.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(capturing):
-        losses = run.eager(range(WARM_UP))
-    torch.cuda.synchronize()
-    gc.collect()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=capturing):
-        loss = run.take()
+    graph, losses, loss = captured(lambda: run.eager(range(WARM_UP)), run.take)
     for index in range(WARM_UP, WARM_UP + LAUNCHES):
         run.load(index)
         graph.replay()
@@ -137,7 +132,6 @@ def _gradients(model: Any) -> list[Tensor]:
 
 
 def blocks(case: Case, options: Options) -> Row:
-    """Eager beside compiled blocks, in turns."""
     eager, compiled = Trainer(OURS, case), Trainer(OURS, case)
     model: Any = compiled.model
     model.set_keep_unsharded_storage(True)
@@ -150,9 +144,7 @@ def blocks(case: Case, options: Options) -> Row:
 
 
 def whole_model(case: Case, options: Options, variant: str) -> Row:
-    """The whole model as one graph, beside the eager step."""
-    world: AbstractContextManager[None] = fake_world(case.world)
-    with world:
+    with fake_world(case.world):
         eager, compiled = Trainer(variant, case), Trainer(variant, case)
         settings = shardwise.compile_options() if variant == OURS and case.device == "cuda" else {}
         backend = "inductor" if case.device == "cuda" else "aot_eager"

@@ -1,22 +1,14 @@
 """Recipes in a world of clones, with delays, and with ranks as threads: right, whatever waits for whatever.
 
 Claim: a training step of every recipe reads only what is there, and only while it is there; and ranks that
-exchange what they hold train as one process with the whole batch does.
+exchange what they hold train as one process with the whole batch does. README.md says what refutes it.
 
-In clones (`check_in_clones`): rank 0 of 8 is there, and the others are taken for its clones. Memory is NaN
-from its allocation to the first write and from its release on. The recipe runs undelayed; then with each lane
-delayed in turn; losses, outputs and parameters must be equal bit for bit, and finite. And they must be close
-to plain training of the same world: an unsharded model whose weights are put together from clones of rank 0's
-shard, and whose gradients are those of that shard (`Tile`).
-
-In threads (`check_in_threads`): 2 or 4 ranks on one device, each with its streams, against plain training on
-the global batch.
-
-Refuted by: any difference. `check_that_a_missing_wait_is_seen` removes the waits between streams, where there
-are streams, and fails unless that is noticed: else the delays would be too short to show anything.
-
-What it cannot show: NCCL's own order on the wire (`nccl.py` does), and races that no delay of a whole lane
-brings to light.
+In clones (`check_in_clones`): rank 0 of 8 is there, and the others are taken for its clones. The recipe runs
+undelayed; then with each lane delayed in turn; all must be equal bit for bit, and finite. And close to plain
+training of the same world: an unsharded model whose weights are put together from clones of rank 0's shard,
+and whose gradients are those of that shard (`Tile`). In threads (`check_in_threads`): 2 or 4 ranks on one
+device, each with its streams, against plain training on the global batch. `check_that_a_missing_wait_is_seen`
+fails unless removed waits are noticed: else the delays would be too short to show anything.
 """
 
 import functools
@@ -71,14 +63,12 @@ class Trained:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All of it, by name."""
         yield "losses", self.losses
         yield "outputs", self.outputs
         yield from self.parameters.items()
 
 
 def _content(param: Any) -> Tensor:
-    """What this rank holds of a parameter, on the host."""
     local = param.to_local() if isinstance(param, DTensor) else param
     if isinstance(local, Wrapper):
         local = local.values()
@@ -240,7 +230,6 @@ def _tile_parameters(model: nn.Module, shards: dict[str, ShardOfRank0]) -> None:
 
 
 def _untiled(trained: Trained) -> Trained:
-    """Names as without parametrizations."""
     names = {
         name: name.replace("parametrizations.", "").removesuffix(".original") for name in trained.parameters
     }
@@ -262,7 +251,6 @@ class PlainTraining:
 
 
 def plain_training(name: str, device: str) -> PlainTraining:
-    """Train a recipe plainly."""
     side = Side(torch.device(device), scale_experts=2.0)
     recipe = RECIPES[name]
     recipe.act(side)
@@ -325,7 +313,6 @@ def assert_finite(trained: Trained, what: str) -> None:
 
 
 def assert_equal(got: Trained, expected: Trained, what: str) -> None:
-    """Bit for bit."""
     wanted = dict(expected.tensors())
     for name, value in got.tensors():
         assert torch.equal(value, wanted[name]), f"{what}: {name} is another one than without delay"

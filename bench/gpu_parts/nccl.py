@@ -1,14 +1,8 @@
 """NCCL itself, with as many ranks as there are GPUs for, or as its version allows on one (worlds.py).
 
-Claim: what the library asks of NCCL gives what it gives elsewhere. Coalesced calls and averages give the same
-numbers as sums in float64; training with 1, 2 and 4 ranks is plain training; `device_id` changes nothing and
-hangs nobody; all-gathers may be in symmetric memory; a whole iteration with its collectives is a CUDA graph;
-each further communicator, as one for reductions, costs the memory that `mem_get_info` shows. Both back ends
-that torch has for NCCL are known as NCCL to the library.
-
-Refuted by: any difference, or an error.
-
-What it cannot show on one GPU: wires between several.
+Claim: what the library asks of NCCL gives what it gives elsewhere; each further communicator, as one for
+reductions, costs the memory that `mem_get_info` shows. Refuted by: any difference, or an error. What it
+cannot show on one GPU: wires between several.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +32,6 @@ COMMUNICATORS = 4
 
 
 def items(options: Options) -> Iterator[Item]:
-    """Checks by the number of ranks."""
     start = Start(options.device)
     bound, older = replace(start, binds=True), replace(start, older=True)
     yield "back end", partial(first_of, back_end, 1, start)
@@ -61,7 +54,6 @@ def items(options: Options) -> Iterator[Item]:
 
 
 def first_of(check: Check, world: int, start: Start) -> Row:
-    """What rank 0 found."""
     return on_ranks(check, world, start)[0]
 
 
@@ -168,7 +160,6 @@ def in_symmetric_memory(rank: int, world: int, device: str) -> Row:
 
 
 def in_a_graph(rank: int, world: int, device: str) -> Row:
-    """An iteration whose collectives are NCCL's own."""
     return {"found": iteration_in_a_graph(Case("tiny", world, "bf16", device), keeps=False)}
 
 

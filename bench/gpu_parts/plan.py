@@ -40,7 +40,6 @@ class Part:
     columns: tuple[str, ...] = ()
 
     def items(self, options: Options) -> Iterator[Item]:
-        """What it runs, in order."""
         module, _, function = self.where.partition(":")
         return getattr(importlib.import_module(f"gpu_parts.{module}"), function)(options)
 

@@ -22,7 +22,6 @@ HELD_UP_MS = 20
 
 
 def items(options: Options) -> Iterator[Item]:
-    """One for each question."""
     yield "versions", partial(versions, options.device)
     for probe in ON_CUDA:
         yield probe.__name__.replace("_", " "), partial(_on_cuda, probe, options.device)
@@ -35,7 +34,6 @@ def _on_cuda(probe: Callable[[], Any], device: str) -> Row:
 
 
 def versions(device: str) -> Row:
-    """What is installed, and what NCCL allows."""
     found: dict[str, Any] = {"torch": torch.__version__}
     if device == "cuda":
         nccl = torch.cuda.nccl.version()

@@ -1,17 +1,12 @@
 """Several ranks: one that fails, the devices that they are on, and which all-gathers are quicker.
 
-Claim: when a rank fails, in forward or in backward, the others raise within seconds and name it, with both
-back ends. Ranks train on devices in any order if they are told so (`device_id`); where they are on others
-than their process group is, or all on one, every rank hears the same error before anything hangs.
-
-Refuted by: a rank that hangs, or hears of it after more than RELEASED_S; another error, or one on some ranks
-only.
+Claim: when a rank fails, the others raise within RELEASED_S seconds and name it. Ranks train on devices in
+any order if they are told so; else every rank hears the same error before anything hangs.
 
 `gathers` has no claim: for chunks of 64 KiB to 4 MiB it times one coalesced all-gather, straight into the
 parameters' places, beside packing, one all-gather and copying out. Where the ratio passes 1 the limit belongs
-from which on parameters have collectives of their own (`packing_limit_kib` is what it is).
-
-On one GPU ranks share it from NCCL 2.30 on, and times of all-gathers are those of copies.
+from which on parameters have collectives of their own (`packing_limit_kib` is what it is). On one GPU times
+of all-gathers are those of copies.
 """
 
 import time
@@ -141,7 +136,6 @@ def refused(start: Start) -> Row:
 
 
 def error_of_a_step(rank: int, world: int, device: str) -> Any:
-    """What training raises."""
     side = Side(torch.device(device), rank, world, is_sharded=True)
     try:
         loss_of(side.shard(side.build(tower)), side.inputs(0)).backward()
@@ -155,12 +149,22 @@ def error_of_a_step(rank: int, world: int, device: str) -> Any:
 
 
 def gathers_of_rank_0(world: int, start: Start, is_tiny: bool) -> list[Row]:
-    """A row for each size."""
     return on_ranks(partial(gathers, is_tiny), world, start)[0]
 
 
+def coalesced(comm: BackendCollectives, places: list[Tensor], chunks: list[Tensor]) -> None:
+    comm.all_gather([place.view(-1) for place in places], chunks)()
+
+
+def packed(
+    comm: BackendCollectives, places: list[Tensor], chunks: list[Tensor], own: Tensor, everyone: Tensor
+) -> None:
+    torch.cat(chunks, out=own)
+    comm.all_gather([everyone.view(-1)], [own])()
+    torch.split_with_sizes_copy(everyone, [len(chunk) for chunk in chunks], dim=1, out=places)
+
+
 def gathers(is_tiny: bool, rank: int, world: int, device: str) -> list[Row]:
-    """Coalesced and packed, in turns."""
     where = torch.device(device)
     comm = BackendCollectives(dist.group.WORLD, where)
     rows = []
@@ -168,32 +172,20 @@ def gathers(is_tiny: bool, rank: int, world: int, device: str) -> list[Row]:
         numel = kib * 256  # of float32
         chunks = [torch.full((numel,), 8.0 * rank + i, device=where) for i in range(PARAMETERS)]
         places = [torch.empty(world, numel, device=where) for _ in chunks]
-        own = torch.empty(PARAMETERS * numel, device=where)
-        everyone = torch.empty(world, PARAMETERS * numel, device=where)
-
-        def coalesced(places: list[Tensor] = places, chunks: list[Tensor] = chunks) -> None:
-            comm.all_gather([place.view(-1) for place in places], chunks)()
-
-        def packed(
-            places: list[Tensor] = places,
-            chunks: list[Tensor] = chunks,
-            own: Tensor = own,
-            everyone: Tensor = everyone,
-            numel: int = numel,
-        ) -> None:
-            torch.cat(chunks, out=own)
-            comm.all_gather([everyone.view(-1)], [own])()
-            torch.split_with_sizes_copy(everyone, [numel] * len(chunks), dim=1, out=places)
-
-        for act in (coalesced, packed):
+        own, everyone = (torch.empty(*ranks, PARAMETERS * numel, device=where) for ranks in ((), (world,)))
+        acts = {
+            "coalesced": partial(coalesced, comm, places, chunks),
+            "packed": partial(packed, comm, places, chunks, own, everyone),
+        }
+        for name, act in acts.items():
             for place in places:
                 place.fill_(float("nan"))
             act()
             for i, place in enumerate(places):
                 expected = 8.0 * torch.arange(world, device=where)[:, None] + i
-                assert (place == expected).all(), f"{act.__name__} all-gather of {kib} KiB is wrong"
+                assert (place == expected).all(), f"{name} all-gather of {kib} KiB is wrong"
         timed = alternate(
-            {act.__name__: lambda _, act=act: timed_act(act, device) for act in (coalesced, packed)},
+            {name: lambda _, act=act: timed_act(act, device) for name, act in acts.items()},
             warmup=1 if is_tiny else 5,
             steps=2 if is_tiny else 30,
         )
@@ -201,8 +193,7 @@ def gathers(is_tiny: bool, rank: int, world: int, device: str) -> list[Row]:
         rows.append(
             {
                 "chunk_kib": kib,
-                "coalesced_ms": vars(Spread.of(step_ms["coalesced"])),
-                "packed_ms": vars(Spread.of(step_ms["packed"])),
+                **{f"{name}_ms": vars(Spread.of(each)) for name, each in step_ms.items()},
                 "ratio": vars(Spread.of(step_ms["coalesced"] / step_ms["packed"])),
                 "packing_limit_kib": comm.packing_limit_bytes // 1024,
             }

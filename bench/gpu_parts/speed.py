@@ -2,40 +2,12 @@
 
 Claim: where copies around collectives weigh most (sequences of 8), a step takes shardwise at most 0.80 of the
 time of torch's FSDP2 ("the peer"), and its peak memory is at most 0.85 of the peer's. Of the time of a wire
-no more is left over than with the peer as it comes.
+no more is left over than with the peer as it comes. Refuted by a ratio above those by more than the
+quartiles.
 
-How (`items`): torch's fake process group, world 8: kernels, copies, allocations and launches of a step are
-real, the wire is not. Models in bf16 and in mixed precision: 4 blocks of width 4096 with sequences of 8 and
-of 512 tokens, and a GPT of 1 B parameters. In one process the variants take turns, step by step: `plain`
-(unsharded), the peer as it comes, the peer tuned by hand, and this library. A step is forward and backward;
-gradients are cleared after the clock has stopped.
-
-    step      between two CUDA events around the step, the GPU idle before (in the JSON wall_ms as well: until
-              the whole device is idle again; more, if a stream is left behind)
-    host      until the calls have returned, the GPU still at work
-    busy      some kernel or copy runs on the GPU, in one more step (torch's profiler)
-    kernels   kernels, copies and fills launched in that step, without those inside of collectives
-    in group  what the fake group launches itself: it copies the shard into every rank's place of what is
-              gathered, chunk by chunk, and so does more the larger the world. Its GPU time is beside it
-    exposed   of that time, what no other work of the step covers, for each block
-    added     host time beyond the plain step, to the peer's, both without what the fake group's own calls
-              take, timed alone with the same tensors: each of its copies is a launch
-    copied    bytes that operators copy beyond the plain step, see copies.py; without collectives' insides
-    syncs, mallocs    calls that wait for the GPU, and that take or return its memory, in that steady step
-    allocated, reserved    max_memory_allocated and _reserved over three steps of a model of its own, less
-              what was allocated before it was built: shards and gradients are in it, and plain's full ones in
-              the row `plain`
-
-How (`items_of_overlap`): a world of 8 clones (groups.py) in which each collective lasts as long as its bytes
-would take on a wire of so many GB/s, on the stream that it is queued on. The step is timed with and without
-the wire; the difference is what of the wire was not hidden, beside the wire's whole time.
-
-Floor: `plain` (no communication), and the bytes that any sharding writes; of overlap 0, or the wire's time
-less the computation's.
-
-Refuted by: a ratio above those by more than the quartiles.
-
-What it cannot show: how NCCL's kernels compete with the computation's for the GPU, and a wire's latency.
+`items` runs steps on torch's fake process group: kernels, copies, allocations and launches are real, the wire
+is not. `items_of_overlap` runs them in a world of clones whose collectives last as long as their bytes would
+take on a wire. The columns, and what it cannot show: README.md.
 """
 
 import argparse
@@ -45,14 +17,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import (
     OURS,
     PEER,
@@ -62,6 +32,7 @@ from common import (
     Sample,
     Spread,
     alternate,
+    fake_world,
     find_library,
     print_table,
     ratios_to_peer,
@@ -74,7 +45,6 @@ from one_device.lanes import Wire, cycles_per_ms
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -140,8 +110,6 @@ WIRE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together."""
-
     model: str
     world: int
     precision: str
@@ -153,8 +121,6 @@ class Case:
 
 
 class Trainer:
-    """One variant on the device."""
-
     def __init__(self, variant: str, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)
@@ -172,34 +138,26 @@ class Trainer:
         self.batch = [tensor.to(case.device) for tensor in batch_of(0, case.sizes)]
 
     def step(self) -> Tensor:
-        """What is timed; the loss."""
         loss: Tensor = self.model(*self.batch)
         loss.backward()
         return loss.detach()
 
     def timed_step(self, _: int) -> Sample:
         """Time a step on the device and on the host, from an idle device on."""
-        synchronize(self.case.device)
-        if self.case.device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            start = time.perf_counter()
+        moments: list[float] = []
+
+        def step() -> None:
+            moments.append(time.perf_counter())
             self.step()
-            host = time.perf_counter() - start
-            end.record()
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - start
-            elapsed = begin.elapsed_time(end)
-        else:
-            start = time.perf_counter()
-            self.step()
-            host = wall = time.perf_counter() - start
-            elapsed = host * 1e3
+            moments.append(time.perf_counter())
+
+        times = timed_act(step, self.case.device)
+        moments.append(time.perf_counter())
         self.model.zero_grad()
-        return {"step_ms": elapsed, "host_ms": host * 1e3, "wall_ms": wall * 1e3}
+        begin, returned, idle = moments
+        return {**times, "host_ms": (returned - begin) * 1e3, "wall_ms": (idle - begin) * 1e3}
 
     def copies(self) -> Copies:
-        """What a step copies; backward on this thread, where a dispatch mode sees it."""
         with torch.autograd.set_multithreading_enabled(False):
             counted = count_copies(self.step)
         self.model.zero_grad()
@@ -280,14 +238,12 @@ class Iterations:
             here.copy_(there)
 
     def take(self) -> Tensor:
-        """The loss."""
         loss = self.trainer.step()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
     def eager(self, indices: Iterable[int]) -> list[Tensor]:
-        """Losses."""
         losses = []
         for index in indices:
             self.load(index)
@@ -311,7 +267,6 @@ def timed_act(act: Callable[[], Any], device: str) -> Sample:
 
 
 def synchronize(device: str) -> None:
-    """Let the device become idle."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -346,7 +301,6 @@ def peaks(variant: str, case: Case) -> dict[str, float]:
 
 
 def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
-    """One row per variant."""
     trainers = {variant: Trainer(variant, case) for variant in VARIANTS}
     timed = {variant: trainer.timed_step for variant, trainer in trainers.items()}
     times = alternate(timed, warmup=warmup, steps=steps)
@@ -357,32 +311,28 @@ def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
     trainers.clear()
     timed.clear()
     memory = {variant: peaks(variant, case) for variant in VARIANTS}
-    ratios = ratios_to_peer({v: t["step_ms"] for v, t in times.items()})
-    host_ratios = ratios_to_peer({v: t["host_ms"] for v, t in times.items()})
-    added = {v: t["host_ms"] - times[PLAIN]["host_ms"] - group_host_ms[v] for v, t in times.items()}
-    added_ratios = ratios_to_peer({v: each for v, each in added.items() if v != PLAIN})
+    host = {v: each["host_ms"] for v, each in times.items()}
+    added = {v: host[v] - host[PLAIN] - group_host_ms[v] for v in times if v != PLAIN}
+    ratios = {
+        "ratio_to_peer": ratios_to_peer({v: each["step_ms"] for v, each in times.items()}),
+        "host_to_peer": ratios_to_peer(host),
+        "added_to_peer": ratios_to_peer(added),
+    }
     rows = []
     for variant, measured in times.items():
         beyond, launched = copies[variant].beyond(copies[PLAIN]), launches[variant]
         row = {
             "variant": variant,
-            "step_ms": vars(Spread.of(measured["step_ms"])),
-            "host_ms": vars(Spread.of(measured["host_ms"])),
-            "wall_ms": vars(Spread.of(measured["wall_ms"])),
-            "ratio_to_peer": vars(ratios[variant]) if variant in ratios else None,
-            "host_to_peer": vars(host_ratios[variant]) if variant in host_ratios else None,
+            **{name: vars(Spread.of(measured[name])) for name in ("step_ms", "host_ms", "wall_ms")},
+            **{name: vars(of[variant]) if variant in of else None for name, of in ratios.items()},
             "group_host_ms": group_host_ms[variant],
-            "added_to_peer": vars(added_ratios[variant]) if variant in added_ratios else None,
-            "copied_mb": beyond.total("copied") / 1e6,
-            "filled_mb": beyond.total("filled") / 1e6,
-            "arithmetic_mb": beyond.total("arithmetic") / 1e6,
+            **{f"{kind}_mb": beyond.total(kind) / 1e6 for kind in ("copied", "filled", "arithmetic")},
             "collectives": beyond.num_collectives,
             **memory[variant],
+            **{key: value if has_device else None for key, value in vars(launched).items()},
+            "exposed_ms_a_block": launched.exposed_ms / case.sizes.layers if has_device else None,
+            "by_name": dict(launched.by_name.most_common(12)),
         }
-        for key, value in vars(launched).items():
-            row[key] = value if has_device else None
-        row["exposed_ms_a_block"] = launched.exposed_ms / case.sizes.layers if has_device else None
-        row["by_name"] = dict(launched.by_name.most_common(12))
         for key in ("allocated_mb", "reserved_mb"):
             if key in row and PEER in memory:
                 row[key.replace("_mb", "_to_peer")] = row[key] / memory[PEER][key]
@@ -390,21 +340,10 @@ def measure(case: Case, *, warmup: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-@contextmanager
-def fake_world(world: int) -> Iterator[None]:
-    """Rank 0 of so many, of which there is one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 # --- items ----------------------------------------------------------------------------------------
 
 
 def items(options: Options) -> Iterator[Item]:
-    """One case each: a model in a precision."""
     for model in ("tiny",) if options.is_tiny else MEASURED:
         for precision in PRECISIONS:
             case = Case(model, WORLD, precision, options.device)
@@ -417,7 +356,6 @@ def _measured(case: Case, options: Options) -> list[Row]:
 
 
 def items_of_overlap(options: Options) -> Iterator[Item]:
-    """One wire each."""
     for model in ("tiny",) if options.is_tiny else WITH_WIRE:
         for speed in WIRES_GB_PER_S:
             case = Case(model, WORLD, "bf16", options.device)
@@ -473,7 +411,6 @@ def one_step(trainer: Trainer) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """The tables of rows of either kind."""
     measured = [row for row in rows if "variant" in row]
     with_wire = [row for row in measured if "wire_ms" in row]
     if with_wire:

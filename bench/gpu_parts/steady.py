@@ -1,14 +1,9 @@
 """Steady steps: where the host waits, and how much memory lies between what is allocated.
 
-Claim: in ten steps after the first three the host never waits for the device, whatever torch can see of it
-(`torch.cuda.set_sync_debug_mode("error")`). With batches of changing size, what the allocator has reserved is
-no more above what was allocated at once than the peer's, with and without `expandable_segments`.
-
-How: a world of 8 clones (groups.py), whose collectives wait by events alone; forward, backward, fused AdamW
-and zero_grad. For memory a process for each variant and setting, since an allocator is set up once.
-
-Refuted by: a wait (one that is made on purpose has to be noticed, or the item fails); a larger
-`reserved_to_allocated` than the peer's.
+Claim: in ten steps after the first three the host never waits for the device, whatever torch can see of it.
+With batches of changing size, what the allocator has reserved is no more above what was allocated at once
+than the peer's, with and without `expandable_segments` (a process for each, since an allocator is set up
+once).
 """
 
 import json

@@ -1,13 +1,8 @@
 """Tools that look at a step from outside: compute-sanitizer, and the allocator's own history as a picture.
 
-Claim: no kernel of a step reads or writes outside of what is allocated. Under compute-sanitizer's memcheck
-every tensor has an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that a buffer that was given
-back is outside as well, and a read after its release is an error instead of another tensor's content.
-
-Refuted by: any error that it reports.
-
-The picture (`gpu_memory.html`, to be opened in a browser) shows what of three steps is allocated when, and by
-which line; `found` gives the peaks beside it.
+Claim: no kernel of a step reads or writes outside of what is allocated. Under memcheck every tensor has an
+allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that a buffer that was given back is outside as
+well. The picture (`gpu_memory.html`) shows what of three steps is allocated when, and by which line.
 """
 
 import os
@@ -41,7 +36,6 @@ ERROR_EXIT = 9
 
 
 def items(options: Options) -> Iterator[Item]:
-    """A sanitizer's run each, and the picture."""
     for name in SANITIZED[: 1 if options.is_tiny else None]:
         yield f"memcheck, {name}", partial(memcheck, name, options.device)
     yield "picture of memory", partial(picture, options)
@@ -66,7 +60,6 @@ def memcheck(name: str, device: str) -> Row:
 
 
 def program_of(name: str, device: str) -> str:
-    """A program that runs a recipe once."""
     return PROGRAM.format(bench=str(Path(__file__).parents[1]), name=name, device=device)
 
 

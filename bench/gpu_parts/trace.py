@@ -76,7 +76,6 @@ def read_trace(events: list[dict[str, Any]]) -> Launches:
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of the spans lasts."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

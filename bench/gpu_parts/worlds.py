@@ -43,7 +43,6 @@ class Start:
     fails: bool = False
 
     def device_of(self, rank: int, world: int) -> torch.device:
-        """Where a rank computes."""
         if self.device == "cpu":
             return torch.device("cpu")
         if not have_their_own(world):
@@ -52,7 +51,6 @@ class Start:
 
 
 def have_their_own(world: int) -> bool:
-    """Whether there is a GPU for each of so many ranks."""
     return torch.cuda.device_count() >= world
 
 

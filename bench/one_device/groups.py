@@ -19,7 +19,7 @@ not have (send, recv) raise.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +52,9 @@ LANE_OF = {
 }
 
 Sent = Sequence[Tensor]
+Pair = tuple[Tensor, Tensor]
+Pairs = Callable[[list[Sent]], Iterable[Pair]]
+"""Targets, and what is copied to each, from what each rank has sent."""
 Fill = Callable[[list[Sent]], Callable[[], None] | None]
 """Writes outputs from what each rank has sent; what it returns runs when nobody reads any more."""
 
@@ -71,8 +74,6 @@ class MeetingOfClones:
 
 
 class MeetingOfThreads:
-    """One process group's ranks, each on its thread."""
-
     def __init__(self, size: int, timeout_s: float) -> None:
         self._items: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
@@ -89,7 +90,6 @@ class MeetingOfThreads:
         return everyone
 
     def abort(self) -> None:
-        """Have all who wait, and who come later, raise."""
         self._barrier.abort()
 
 
@@ -104,7 +104,6 @@ class Done(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """A future that is there."""
         future: Any = torch.futures.Future()
         future.set_result(None)
         return future
@@ -112,8 +111,6 @@ class Done(dist.Work):
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank brings to a collective."""
-
     what: str
     sent: Sent
     ready: Any  # an event, or None on the host
@@ -153,56 +150,53 @@ class OneDeviceGroup(PythonGroup):
             if other != own:
                 raise RuntimeError(f"rank {self._rank} calls {own}, rank {rank} {other}: they would hang")
 
+    def _copy(self, what: str, sent: Sent, pairs: Pairs) -> Done:
+        return self._exchange(what, sent, lambda everyone: _copy_all(pairs(everyone)))
+
     # --- gathers
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            pairs = [
-                (row, sent[index].view(-1))
-                for index, output in enumerate(outputs)
-                for row, sent in zip(output.view(-1).view(self._size, -1), everyone, strict=True)
-            ]
-            _copy_all(pairs)
+        def pairs(everyone: list[Sent]) -> Iterator[Pair]:
+            for index, output in enumerate(outputs):
+                rows = output.view(-1).view(self._size, -1)
+                yield from ((row, sent[index].view(-1)) for row, sent in zip(rows, everyone, strict=True))
 
-        return self._exchange("all_gather", inputs, fill)
+        return self._copy("all_gather", inputs, pairs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Done:
         return self.all_gather_single_coalesced([output], [source], opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        def fill(everyone: list[Sent]) -> None:
+        def pairs(everyone: list[Sent]) -> Iterator[Pair]:
             for index, targets in enumerate(outputs):
-                for target, sent in zip(targets, everyone, strict=True):
-                    _copy(target, sent[index])
+                yield from ((target, sent[index]) for target, sent in zip(targets, everyone, strict=True))
 
-        return self._exchange("all_gather", inputs, fill)
+        return self._copy("all_gather", inputs, pairs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            if self._rank == opts.rootRank:
-                for target, sent in zip(outputs[0], everyone, strict=True):
-                    _copy(target, sent[0])
-
-        return self._exchange("gather", inputs, fill)
+        targets = outputs[0] if self._rank == opts.rootRank else []
+        return self._copy(
+            "gather", inputs, lambda every: zip(targets, (sent[0] for sent in every), strict=False)
+        )
 
     # --- sums
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Done:
-        def fill(everyone: list[Sent]) -> None:
+        def pairs(everyone: list[Sent]) -> Iterator[Pair]:
             for index, output in enumerate(outputs):
                 pieces = [sent[index].view(-1).view(self._size, -1)[self._rank] for sent in everyone]
-                _copy(output.view(-1), _reduced(pieces, opts.reduceOp))
+                yield output.view(-1), _reduced(pieces, opts.reduceOp)
 
-        return self._exchange("reduce_scatter", inputs, fill)
+        return self._copy("reduce_scatter", inputs, pairs)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Done:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            _copy(outputs[0], _reduced([sent[self._rank] for sent in everyone], opts.reduceOp))
+        def pairs(everyone: list[Sent]) -> Iterator[Pair]:
+            yield outputs[0], _reduced([sent[self._rank] for sent in everyone], opts.reduceOp)
 
-        return self._exchange("reduce_scatter", inputs[0], fill)
+        return self._copy("reduce_scatter", inputs[0], pairs)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -232,51 +226,42 @@ class OneDeviceGroup(PythonGroup):
         return self.alltoall(list(into), list(cut), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            for target, sent in zip(outputs, everyone, strict=True):
-                _copy(target, sent[self._rank])
+        def pairs(everyone: list[Sent]) -> Iterator[Pair]:
+            return zip(outputs, (sent[self._rank] for sent in everyone), strict=True)
 
-        return self._exchange("all_to_all", inputs, fill)
+        return self._copy("all_to_all", inputs, pairs)
 
     def broadcast(self, tensors: Any, opts: Any) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            if self._rank != opts.rootRank:
-                for target, source in zip(tensors, everyone[opts.rootRank], strict=True):
-                    _copy(target, source)
-
-        return self._exchange("broadcast", tensors, fill)
+        targets = tensors if self._rank != opts.rootRank else []
+        return self._copy(
+            "broadcast", tensors, lambda every: zip(targets, every[opts.rootRank], strict=False)
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Done:
-        def fill(everyone: list[Sent]) -> None:
-            _copy(outputs[0], everyone[opts.rootRank][self._rank])
-
         # Others send nothing, but must send as many tensors of as many dtypes.
-        is_root = self._rank == opts.rootRank
-        return self._exchange("scatter", inputs[0] if is_root else [outputs[0]] * self._size, fill)
+        sent = inputs[0] if self._rank == opts.rootRank else [outputs[0]] * self._size
+        return self._copy("scatter", sent, lambda every: [(outputs[0], every[opts.rootRank][self._rank])])
 
     def barrier(self, opts: Any = None) -> Done:
         return self._exchange("barrier", [], lambda everyone: None)
 
 
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source into its target, of the same shape, unless they are the same memory.
+def _copy_all(pairs: Iterable[Pair]) -> None:
+    """Copy each source into its target, unless they are the same memory, as the own part of a gather is.
 
     On a device by few kernels: many small ones would each wait for a place beside the computation, which a
     back end's one kernel does not.
     """
-    apart = [(target, source) for target, source in pairs if target.data_ptr() != source.data_ptr()]
+    apart = [
+        (target, source.view(target.shape))
+        for target, source in pairs
+        if target.data_ptr() != source.data_ptr() or target.shape != source.shape
+    ]
     if apart:
         torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart])
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy, unless it is the same memory, as the own part of a gather in place is."""
-    if target.data_ptr() != source.data_ptr() or target.shape != source.shape:
-        target.copy_(source.view(target.shape) if source.numel() == target.numel() else source)
-
-
 def _reduced(pieces: Sequence[Tensor], op: Any) -> Tensor:
-    """In the order of ranks."""
     total = pieces[0].clone()
     for piece in pieces[1:]:
         if op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG:
@@ -323,7 +308,6 @@ class CloneWorld:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Be rank 0 inside."""
         _seats.of_process = self
         dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=self.size)
         try:

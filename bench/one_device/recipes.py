@@ -38,8 +38,10 @@ def tower(depth: int = 3) -> nn.Module:
 # --- how parameters are sharded, unsharded and kept -----------------------------------------------
 
 
-def full(side: Side) -> None:
-    train(side, side.shard(side.build(tower)))
+def sharded(side: Side, microbatches: int = 1, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    """Each block and the whole, with ``options`` of fully_shard."""
+    model = side.shard(side.build(tower, dtype), **options)
+    train(side, model, microbatches=microbatches, dtype=dtype)
 
 
 def uneven(side: Side) -> None:
@@ -51,22 +53,18 @@ DIRECT = CommPolicy(packing_limit_bytes=1, part_bytes=0)
 """Every tensor has collectives of its own, and gradients leave in parts."""
 
 
-def direct(side: Side) -> None:
-    train(side, side.shard(side.build(tower), comm_policy=DIRECT))
+def hybrid_mesh(side: Side) -> Any:
+    return side.mesh((2, side.world // 2), "replicate", "shard") if side.is_sharded else None
 
 
-def hybrid(side: Side, policy: CommPolicy = DIRECT) -> None:
-    mesh = side.mesh((2, side.world // 2), "replicate", "shard") if side.is_sharded else None
-    train(side, side.shard(side.build(tower), mesh, comm_policy=policy))
+def hybrid(side: Side, **options: Any) -> None:
+    sharded(side, mesh=hybrid_mesh(side), comm_policy=DIRECT, **options)
 
 
 def no_all_reduce(side: Side) -> None:
     """Sums over replicas wait for the last of three microbatches."""
-    mesh = side.mesh((2, side.world // 2), "replicate", "shard") if side.is_sharded else None
-    model = side.shard(side.build(tower), mesh)
-    side.model = model
-    side.prepare(model)
-    side.lanes.watch(model)
+    model = side.shard(side.build(tower), hybrid_mesh(side))
+    side.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     for step in range(STEPS):
         for micro in range(3):
@@ -136,15 +134,6 @@ def _mixture(numbers: tuple[int, ...]) -> nn.Module:
     return mixture
 
 
-def kept_by_few(side: Side) -> None:
-    """`reshard_after_forward=2`: pairs of ranks keep full parameters together until backward."""
-    train(side, side.shard(side.build(tower), reshard_after_forward=2, comm_policy=DIRECT))
-
-
-def kept(side: Side) -> None:
-    train(side, side.shard(side.build(tower), reshard_after_forward=False))
-
-
 def kept_after_backward(side: Side) -> None:
     model = side.shard(side.build(tower), comm_policy=DIRECT)
     if side.is_sharded:
@@ -152,19 +141,10 @@ def kept_after_backward(side: Side) -> None:
     train(side, model, microbatches=2)
 
 
-def prefetch_two(side: Side) -> None:
-    train(side, side.shard(side.build(tower), comm_policy=CommPolicy(prefetch=2, packing_limit_bytes=1)))
-
-
-def prefetch_after(side: Side) -> None:
-    train(side, side.shard(side.build(tower), comm_policy=CommPolicy(backward_prefetch="after")))
-
-
 def by_strategy(strategy: str, side: Side) -> None:
     model = side.build(tower)
     if side.is_sharded:
-        is_hybrid = strategy.startswith("hybrid")
-        mesh = side.mesh((2, side.world // 2), "replicate", "shard") if is_hybrid else side.mesh()
+        mesh = hybrid_mesh(side) if strategy.startswith("hybrid") else side.mesh()
         shardwise.shard_model(model, strategy=strategy, mesh=mesh)
     train(side, model)
 
@@ -186,22 +166,8 @@ def checkpointing(side: Side) -> None:
 # --- dtypes, and what travels ---------------------------------------------------------------------
 
 
-def mixed(side: Side) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    train(side, side.shard(side.build(tower), mp_policy=policy, comm_policy=DIRECT))
-
-
-def bf16(side: Side) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = side.build(tower, torch.float32)
-    train(side, side.shard(model, mp_policy=policy), dtype=torch.float32)
-
-
-def bf16_hybrid(side: Side) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    mesh = side.mesh((2, side.world // 2), "replicate", "shard") if side.is_sharded else None
-    model = side.build(tower, torch.float32)
-    train(side, side.shard(model, mesh, mp_policy=policy, comm_policy=DIRECT), dtype=torch.float32)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _average(state: Any, gradient: Tensor, output: Tensor) -> None:
@@ -211,8 +177,6 @@ def _average(state: Any, gradient: Tensor, output: Tensor) -> None:
 
 
 class _Buffers(dict[Any, Tensor]):
-    """Memory for a hook, by dtype and size."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -235,11 +199,6 @@ def by_hook(hook: Any, side: Side) -> None:
     train(side, model)
 
 
-def quantized_all_gather(side: Side) -> None:
-    policy = CommPolicy(quantized_all_gather=QuantizedAllGather(block_size=16))
-    train(side, side.shard(side.build(tower), comm_policy=policy))
-
-
 def custom(side: Side) -> None:
     model = side.shard(side.build(tower))
     comms = custom_comms.Comms(model, returns_work=side.device.type == "cpu") if side.is_sharded else None
@@ -256,10 +215,6 @@ def separate_communicator(side: Side) -> None:
 
 
 # --- what happens between and beside steps --------------------------------------------------------
-
-
-def accumulation(side: Side) -> None:
-    train(side, side.shard(side.build(tower), comm_policy=DIRECT), microbatches=2)
 
 
 def evaluation(side: Side) -> None:
@@ -297,9 +252,7 @@ def summon(side: Side) -> None:
 def in_backward(side: Side) -> None:
     """Each gradient is used as soon as it is there, and dropped."""
     model = side.shard(side.build(tower))
-    side.model = model
-    side.prepare(model)
-    side.lanes.watch(model)
+    side.begin(model)
 
     def update(param: Tensor) -> None:
         side.lanes.enter("optimizer")
@@ -376,17 +329,6 @@ def branches(side: Side) -> None:
     train(side, side.shard(side.build(branching)))
 
 
-def offload(side: Side) -> None:
-    """Shards and gradients in pinned host memory."""
-    train(side, side.shard(side.build(tower), offload_policy=CPUOffloadPolicy(), comm_policy=DIRECT))
-
-
-def offload_mixed(side: Side) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    options = {"offload_policy": CPUOffloadPolicy(), "mp_policy": policy}
-    train(side, side.shard(side.build(tower), **options), microbatches=2)
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 
@@ -407,41 +349,49 @@ SINGLE, LOW, ROUNDED = 1e-4, 0.1, 0.05
 
 __all__ = ["RECIPES", "Recipe", "Wrapper"]
 
+QUANTIZED = CommPolicy(quantized_all_gather=QuantizedAllGather(block_size=16))
+
 RECIPES: dict[str, Recipe] = {
-    "full": Recipe(full),
+    "full": Recipe(sharded),
     "uneven": Recipe(uneven),
-    "direct": Recipe(direct),
+    "direct": Recipe(partial(sharded, comm_policy=DIRECT)),
     "hybrid": Recipe(hybrid),
     "no all-reduce": Recipe(no_all_reduce),
     "tensor parallel": Recipe(tensor_parallel_mlps),
     "experts": Recipe(experts),
-    "kept by few": Recipe(kept_by_few),
-    "kept": Recipe(kept),
+    "kept by few": Recipe(
+        partial(sharded, reshard_after_forward=2, comm_policy=DIRECT)
+    ),  # pairs of ranks, until backward
+    "kept": Recipe(partial(sharded, reshard_after_forward=False)),
     "kept after backward": Recipe(kept_after_backward),
-    "prefetch 2": Recipe(prefetch_two),
-    "prefetch after": Recipe(prefetch_after),
+    "prefetch 2": Recipe(partial(sharded, comm_policy=CommPolicy(prefetch=2, packing_limit_bytes=1))),
+    "prefetch after": Recipe(partial(sharded, comm_policy=CommPolicy(backward_prefetch="after"))),
     **{
         strategy: Recipe(partial(by_strategy, strategy))
         for strategy in ("ddp", "zero1", "zero2", "zero3", "hybrid_zero2")
     },
     "extensions": Recipe(extensions, LOW, in_clones=False),
     "checkpointing": Recipe(checkpointing),
-    "mixed": Recipe(mixed, SINGLE),
-    "bf16": Recipe(bf16, LOW),
-    "bf16 hybrid": Recipe(bf16_hybrid, LOW),
+    "mixed": Recipe(partial(sharded, mp_policy=MIXED, comm_policy=DIRECT), SINGLE),
+    "bf16": Recipe(partial(sharded, dtype=torch.float32, mp_policy=BF16), LOW),
+    "bf16 hybrid": Recipe(
+        partial(hybrid, dtype=torch.float32, mp_policy=MixedPrecisionPolicy(torch.bfloat16)), LOW
+    ),
     "comm hook": Recipe(comm_hook),
     "low-precision reduction": Recipe(partial(by_hook, LowPrecisionReduction()), LOW),
     "quantized reduction": Recipe(partial(by_hook, QuantizedReduction(block_size=16)), ROUNDED),
-    "quantized all-gather": Recipe(quantized_all_gather, ROUNDED),
+    "quantized all-gather": Recipe(partial(sharded, comm_policy=QUANTIZED), ROUNDED),
     "custom collectives": Recipe(custom),
     "separate communicator": Recipe(separate_communicator),
-    "accumulation": Recipe(accumulation),
+    "accumulation": Recipe(partial(sharded, comm_policy=DIRECT, microbatches=2)),
     "evaluation": Recipe(evaluation),
     "inference": Recipe(inference),
     "summon": Recipe(summon),
     "optimizer in backward": Recipe(in_backward),
     "optimizer on a side stream": Recipe(side_stream),
-    "offload": Recipe(offload),
-    "offload mixed": Recipe(offload_mixed, SINGLE),
+    "offload": Recipe(partial(sharded, offload_policy=CPUOffloadPolicy(), comm_policy=DIRECT)),
+    "offload mixed": Recipe(
+        partial(sharded, offload_policy=CPUOffloadPolicy(), mp_policy=MIXED, microbatches=2), SINGLE
+    ),
     "branches on a side stream": Recipe(branches),
 }

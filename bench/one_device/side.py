@@ -71,6 +71,12 @@ class Side:
                 fully_shard(module, mesh=mesh or self.mesh(), **options)
         return model
 
+    def begin(self, model: Any) -> None:
+        """Note what is trained, before its optimizer is made."""
+        self.model = model
+        self.prepare(model)
+        self.lanes.watch(model)
+
     def inputs(self, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
         """The rows of a step that this side sees."""
         share = ROWS // (8 if self.sees_all else self.count)  # all clones see what rank 0 sees
@@ -93,9 +99,7 @@ def train(
     step_optimizer: Callable[[Any], None] | None = None,
 ) -> None:
     """SGD with momentum; ``between`` runs after each step."""
-    side.model = model
-    side.prepare(model)
-    side.lanes.watch(model)
+    side.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     optimizer.register_step_pre_hook(lambda *_: side.lanes.enter("optimizer"))
     for step in range(STEPS):

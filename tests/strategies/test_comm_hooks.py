@@ -913,6 +913,20 @@ def test_what_is_no_fitting_hook_is_refused_by_name_and_leaves_none_behind(world
     assert_says(text, *words)
 
 
+def divided_already() -> str:
+    model = built(even_tower)
+    state = State(shard_as(model, "zero3"))
+    model.set_gradient_divide_factor(8.0)
+    text = refusal(register_comm_hook, model, state, scatters)
+    register_comm_hook(model, None, HALF)  # divides as usual
+    return text
+
+
+def test_a_hook_that_divides_itself_is_refused_where_a_factor_is_set(world2: World) -> None:
+    for text in world2.run(divided_already):
+        assert_says(text, "register_comm_hook: ", "Tower", "set_gradient_divide_factor")
+
+
 def complex_weights() -> list[str]:
     model = fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
     return [refusal(register_comm_hook, model, None, hook) for hook in (HALF, INT8)]

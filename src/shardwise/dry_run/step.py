@@ -192,7 +192,11 @@ class _Rehearsal:
         self._groups = {group.name: group for group in groups}
         self._log = log
         self._watched: set[int] = set()
-        self._call = _without_batch if training.call is None else training.call()
+        self._call: Call = (
+            training.call()
+            if training.call
+            else lambda model: model(torch.zeros(2, requires_grad=True)).sum()
+        )
         self._params = list(dict.fromkeys(model.parameters()))
         self._trained = [param for param in self._params if param.requires_grad]
         self._locals = [nn.Parameter(dtensor.plain(param.detach())) for param in self._trained]
@@ -248,7 +252,3 @@ class _Rehearsal:
             self._log.mark(f"{event} {name}")
         else:
             self._log.look()
-
-
-def _without_batch(model: nn.Module) -> Tensor:
-    return model(torch.zeros(2, requires_grad=True)).sum()

@@ -90,7 +90,8 @@ def install() -> None:
         replaced = _replace(_pairs)
         _is_installed = True
     if replaced:
-        _log.info("shardwise took the place of torch's fully_shard: %s.", _told(replaced))
+        told = "; ".join(f"{place}: {', '.join(sorted(names))}" for place, names in sorted(replaced.items()))
+        _log.info("shardwise took the place of torch's fully_shard: %s.", told)
 
 
 def uninstall() -> None:
@@ -161,10 +162,6 @@ def _is_open(module_name: str, module: Any) -> bool:
     package = module_name.partition(".")[0]
     is_ours_to_change = module_name in HOMES if package == "torch" else package != "shardwise"
     return isinstance(module, types.ModuleType) and is_ours_to_change
-
-
-def _told(replaced: dict[str, list[str]]) -> str:
-    return "; ".join(f"{module}: {', '.join(sorted(names))}" for module, names in sorted(replaced.items()))
 
 
 # --- what stands there ----------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class _Runs:
         batch: Any = None,
     ) -> StrategyEstimate:
         """The figures of one strategy; with ``mp_policy`` or ``batch`` in place of the caller's."""
-        name = strategy + (" with checkpointing" if is_checkpointed else "")
+        name = strategy + " with checkpointing" * is_checkpointed
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],

@@ -1,7 +1,6 @@
 """Memory over one step as a picture, stacked by kind."""
 
 from collections.abc import Collection
-from os import PathLike
 from typing import Any
 
 try:
@@ -24,11 +23,6 @@ _COLOURS = ["#1f4e79", "#2e75b6", "#9dc3e6", "#7f7f7f", "#c55a11", "#f4b183", "#
 def formats() -> Collection[str]:
     """The suffixes of files that can be written."""
     return Figure().canvas.get_supported_filetypes()
-
-
-def draw(estimate: Estimate, path: str | PathLike[str]) -> None:
-    """Write the picture of ``estimate`` to ``path``."""
-    figure_of(estimate).savefig(path, dpi=110)
 
 
 def figure_of(estimate: Estimate) -> Figure:

@@ -195,9 +195,9 @@ class Estimate:
         Raises:
             ImportError: matplotlib is not installed, or cannot be imported.
         """
-        from shardwise.planning.picture import draw  # matplotlib is no dependency
+        from shardwise.planning.picture import figure_of  # matplotlib is no dependency
 
-        draw(self, path)
+        figure_of(self).savefig(path, dpi=110)
 
     def __str__(self) -> str:
         """A line for each strategy; sizes are in the unit that the first line names."""
@@ -237,9 +237,8 @@ class Estimate:
     def _verdict(self, shown: Any, unit: str) -> Iterator[str]:
         if self.memory is None:
             return
-        fitting = self.fitting()
         yield ""
-        if fitting:
+        if fitting := self.fitting():
             best = min(fitting, key=lambda row: sum(row.sent.values()))
             yield (
                 f"{len(fitting)} of {len(self.rows)} fit in {shown(self.memory)} {unit}; {_name(best)} sends "
@@ -247,10 +246,9 @@ class Estimate:
             )
             return
         least = min(self.rows, key=lambda row: row.peak.num_bytes)
-        missing = least.peak.num_bytes - self.memory
         yield (
             f"None fits in {shown(self.memory)} {unit}: {_name(least)} needs the least, and is "
-            f"{shown(missing)} {unit} over."
+            f"{shown(least.peak.num_bytes - self.memory)} {unit} over."
         )
         for change in self.changes:
             verdict = "fits" if change.fits else "does not fit"
@@ -258,4 +256,4 @@ class Estimate:
 
 
 def _name(row: StrategyEstimate) -> str:
-    return row.strategy + (" with checkpointing" if row.is_checkpointed else "")
+    return row.strategy + " with checkpointing" * row.is_checkpointed

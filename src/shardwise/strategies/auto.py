@@ -215,11 +215,8 @@ def _shapes(resolved: ShardMesh, mesh: DeviceMesh | None, dims: Any) -> dict[str
     """The sizes of the mesh dimensions of each strategy that the ranks can have. Collective."""
     sizes = {"replicate": resolved.replicate_axis.world, "shard": resolved.shard_axis.world}
     if dims is not None:  # roles are named
-        return {
-            name: {role: sizes[role] for role in each.roles}
-            for name, each in STRATEGIES.items()
-            if each.roles == resolved.roles
-        }
+        named = {role: sizes[role] for role in resolved.roles}
+        return {name: named for name, each in STRATEGIES.items() if each.roles == resolved.roles}
     world = resolved.num_ranks
     if mesh is None:
         per_host, _ = ranks_per_host(resolved.device.type, dist.get_world_size())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.arguments import describe
+from shardwise.arguments import check_type, describe
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import names_in, uncompiled
 from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names
@@ -93,11 +93,8 @@ def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:
     """The options of torch.compile that ``compile=wanted`` means; None: do not compile."""
     if wanted is False:
         return None
-    if wanted is not True and not isinstance(wanted, Mapping):
-        raise TypeError(
-            f"{caller}: compile is {describe(wanted)}. Pass True, a dict of options of torch.compile, or "
-            "False."
-        )
+    kinds = "True, a dict of options of torch.compile, or False"
+    check_type(caller, "compile", wanted, kinds, bool, Mapping)
     options = {} if wanted is True else dict(wanted)
     try:
         torch.compile(nn.Identity(), **options)  # which looks at names, and compiles nothing yet

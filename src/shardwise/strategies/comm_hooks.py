@@ -84,23 +84,23 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
 
 def _maker(state: Any, hook: Any) -> Callable[[Bucket, ParameterGroup], dict[str, Any]]:
     """The function that chooses the communicators of a bucket."""
-    if isinstance(hook, (LowPrecisionReduction, QuantizedReduction)):
-        if state is not None:
-            raise ValueError(
-                f"{_NAME}: state is {state!r}, which {type(hook).__name__} does not use: it keeps its own. "
-                "Pass None."
-            )
-        if isinstance(hook, LowPrecisionReduction):
-            own = unless_alone(LowPrecisionCollectives, hook.dtype)
-        else:
-            own = unless_alone(QuantizedCollectives, hook.block_size, hook.error_feedback)
-        return lambda bucket, group: {"make_reduce_scatter": own, "make_all_reduce": own}
-    if isinstance(hook, type) or not callable(hook):
+    if isinstance(hook, LowPrecisionReduction):
+        own = unless_alone(LowPrecisionCollectives, hook.dtype)
+    elif isinstance(hook, QuantizedReduction):
+        own = unless_alone(QuantizedCollectives, hook.block_size, hook.error_feedback)
+    elif isinstance(hook, type) or not callable(hook):
         raise TypeError(
             f"{_NAME}: hook is {hook!r}; pass a function (state, grad, output), a LowPrecisionReduction() or "
             "a QuantizedReduction() of shardwise.policies."
         )
-    return partial(_callers_hook, state, hook)
+    else:
+        return partial(_callers_hook, state, hook)
+    if state is not None:
+        raise ValueError(
+            f"{_NAME}: state is {state!r}, which {type(hook).__name__} does not use: it keeps its own. Pass "
+            "None."
+        )
+    return lambda bucket, group: {"make_reduce_scatter": own, "make_all_reduce": own}
 
 
 def _callers_hook(

@@ -18,6 +18,7 @@ from shardwise.strategies.auto import CHOICE
 from shardwise.strategies.block_options import done_lines
 from shardwise.strategies.module_trees import range_of_names
 from shardwise.torch_compat import nn_modules
+from shardwise.tracing.analysis import HEAD, figures_of
 
 
 def explain(model: nn.Module) -> str:
@@ -45,8 +46,8 @@ def explain(model: nn.Module) -> str:
     step exposes and sends, and whether it fits.
 
     After a trace (:func:`shardwise.trace`) another table shows what it recorded on this rank: how often each
-    group was unsharded and reduced, what it sent, how long the computation waited, and the share of its
-    transfers that no computation covered.
+    group was unsharded and reduced, what it sent, how long its transfers and its computation took, how long
+    the computation waited, and the share of its transfers that no computation covered.
 
     Args:
         model: a sharded module, or one with sharded modules inside.
@@ -180,13 +181,5 @@ def _traced(rows: Sequence[tuple[str, ParameterGroup]]) -> list[str]:
     """A table of what the last trace saw; nothing if there was none."""
     if not any(group.traced for _, group in rows):
         return []
-    head = ["group", "unsharded", "reduced", "MB sent", "ms waited", "uncovered"]
-    cells = [head]
-    for name, group in rows:
-        found = [""] * 5
-        if (traced := group.traced) is not None:
-            both = traced.both
-            found = [str(traced.unshards), str(traced.reductions), f"{both.num_bytes / 1e6:,.4f}"]
-            found += [f"{both.waited_ns / 1e6:,.1f}", f"{both.uncovered:.0%}"]
-        cells.append([name, *found])
-    return ["", "the last trace, on this rank", *ruled(cells, right=range(1, len(head)))]
+    cells = [[name, *(figures_of(group.traced) if group.traced else [""] * 7)] for name, group in rows]
+    return ["", "the last trace, on this rank", *ruled([HEAD, *cells], right=range(1, len(HEAD)))]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.arguments import describe
+from shardwise.arguments import check_type, describe
 from shardwise.layout.fqns import listed, names_in, uncompiled
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -68,62 +68,50 @@ def _matched(
     overrides: Overrides | None, candidates: list[nn.Module], names: dict[nn.Module, str]
 ) -> dict[nn.Module, dict[str, Any]]:
     """The changes of ``overrides`` for each module that becomes a group."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise TypeError(
-            f"shard_model: overrides is {describe(overrides)}; pass a dict from module names or classes to a "
-            "strategy or a dict of arguments."
-        )
+    if overrides is not None:
+        wanted = "a dict from module names or classes to a strategy or a dict of arguments"
+        check_type("shard_model", "overrides", overrides, wanted, Mapping)
     changes: dict[nn.Module, dict[str, Any]] = {}
     for key, change in (overrides or {}).items():
-        change = _check_change(key, change)
-        found = [
-            module
-            for module in candidates
-            if (
-                fnmatchcase(names[module], key)
-                if isinstance(key, str)
-                else isinstance(uncompiled(module), key)
+        if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+            raise TypeError(
+                f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or "
+                "classes."
             )
-        ]
+        which = f"the override for '{key}'" if isinstance(key, str) else f"the override for {key.__name__}"
+        checked = _check_change(which, change)
+        if isinstance(key, str):
+            found = [module for module in candidates if fnmatchcase(names[module], key)]
+        else:
+            found = [module for module in candidates if isinstance(uncompiled(module), key)]
         if not found:
             known = listed((f"'{names[module]}'" for module in candidates), 4)
             raise ValueError(
-                f"shard_model: the override for {_key_text(key)} matches no module that becomes a group. "
-                f"Those are {known}; the model itself is ''. Have wrap= choose the module, or name one of "
-                "these."
+                f"shard_model: {which} matches no module that becomes a group. Those are {known}; the model "
+                "itself is ''. Have wrap= choose the module, or name one of these."
             )
         for module in found:
-            changes[module] = {**changes.get(module, {}), **change}
+            changes[module] = {**changes.get(module, {}), **checked}
     return changes
 
 
-def _check_change(key: Any, change: Any) -> dict[str, Any]:
-    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
-        raise TypeError(
-            f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or classes."
-        )
+def _check_change(which: str, change: Any) -> dict[str, Any]:
     if isinstance(change, str):
         change = {"strategy": change}
-    if not isinstance(change, Mapping):
-        raise TypeError(
-            f"shard_model: the override for {_key_text(key)} is {describe(change)}; pass the name of a "
-            "strategy or a dict of arguments."
-        )
+    check_type("shard_model", which, change, "the name of a strategy or a dict of arguments", Mapping)
     for name in change:
         if name not in _OVERRIDABLE:
             raise ValueError(
-                f"shard_model: the override for {_key_text(key)} sets '{name}'. What can be set for a single "
-                f"group is {', '.join(_OVERRIDABLE)}."
+                f"shard_model: {which} sets '{name}'. What can be set for a single group is "
+                f"{', '.join(_OVERRIDABLE)}."
             )
     if "strategy" in change:
-        strategy_named(change["strategy"], f", in the override for {_key_text(key)}")
-    where = f"shard_model: the override for {_key_text(key)}"
+        strategy_named(change["strategy"], f", in {which}")
     named = {"mp_policy": precision_named, "offload_policy": offload_named}
-    return {name: named[name](where, value) if name in named else value for name, value in change.items()}
-
-
-def _key_text(key: Any) -> str:
-    return f"'{key}'" if isinstance(key, str) else key.__name__
+    return {
+        name: named[name](f"shard_model: {which}", value) if name in named else value
+        for name, value in change.items()
+    }
 
 
 # --- policies by name -----------------------------------------------------------------------------

@@ -11,13 +11,7 @@ from torch import nn
 from shardwise.arguments import check_number, describe
 from shardwise.layout.fqns import uncompiled
 from shardwise.ranks.model_ranks import own_rank
-from shardwise.strategies.module_trees import (
-    has_forward,
-    modules_inside,
-    range_of_names,
-    sizes_of,
-    text_of,
-)
+from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names, sizes_of, text_of
 
 _log = logging.getLogger("shardwise")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -8,13 +8,7 @@ from torch import nn
 
 from shardwise.arguments import describe
 from shardwise.layout.fqns import listed, uncompiled
-from shardwise.strategies.module_trees import (
-    has_forward,
-    modules_inside,
-    never_called,
-    sizes_of,
-    text_of,
-)
+from shardwise.strategies.module_trees import has_forward, modules_inside, never_called, sizes_of, text_of
 from shardwise.strategies.wrap_policies import WrapPolicy, WrapRepeated
 from shardwise.torch_compat import nn_modules
 

@@ -126,18 +126,20 @@ def cells(recording: Recording) -> list[list[str]]:
         sum((work.reduction for work in works), Traffic()),
         sum(work.computed_ns for work in works),
     )
+    return [[work.name, *figures_of(work)] for work in (*works, total)]
+
+
+def figures_of(work: TracedWork) -> list[str]:
+    """The cells of a group, but for its name."""
+    both = work.both
     return [
-        [
-            work.name,
-            str(work.unshards),
-            str(work.reductions),
-            f"{work.both.num_bytes / 1e6:,.{1 if work.both.num_bytes >= 1e6 else 4}f}",
-            f"{work.both.ns / 1e6:,.1f}",
-            f"{work.both.waited_ns / 1e6:,.1f}",
-            f"{work.both.uncovered:.0%}",
-            f"{work.computed_ns / 1e6:,.1f}",
-        ]
-        for work in (*works, total)
+        str(work.unshards),
+        str(work.reductions),
+        f"{both.num_bytes / 1e6:,.{1 if both.num_bytes >= 1e6 else 4}f}",
+        f"{both.ns / 1e6:,.1f}",
+        f"{both.waited_ns / 1e6:,.1f}",
+        f"{both.uncovered:.0%}",
+        f"{work.computed_ns / 1e6:,.1f}",
     ]
 
 

@@ -124,10 +124,8 @@ class Recorder:
     def _hear(self, event: str, group: ParameterGroup | None) -> None:
         """An event of a group; None: one that is not traced."""
         name = None if group is None else self.names[group]
-        if event == "forward":
-            self.timeline.enter(FORWARD, name)
-        elif event == "recompute":
-            self.timeline.enter(RECOMPUTATION, name)
+        if event in ("forward", "recompute"):
+            self.timeline.enter(FORWARD if event == "forward" else RECOMPUTATION, name)
         elif event == "backward":
             self.timeline.backward(name)
         if group is not None:

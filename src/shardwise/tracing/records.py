@@ -34,8 +34,6 @@ class Span:
         row: one of ``ROWS``.
         name: of the group, as in errors and events; in the row ``optimizer`` the optimizer's class.
         phase: ``forward``, ``backward`` or ``recomputation``; empty outside of these.
-        start_ns: when it began.
-        end_ns: when it was over.
         num_bytes: what a transfer sends to each other rank or by way of it, together: of an all-gather or a
             reduce-scatter (W - 1) / W of the unsharded bytes, of an all-reduce 2 (W - 1) / W of its tensors.
         awaits: of a wait in the row ``computation``, the row that it waits for; else None.
@@ -97,12 +95,9 @@ class TracedGroup:
     """A group that was traced.
 
     Attributes:
-        name: as in errors and events.
-        unsharded_bytes: what its unsharded parameters take.
         prefetch: how many groups it unshards ahead by the recorded order; None where the caller has chosen
             which.
-        unshards: how often it was all-gathered.
-        reductions: how often its gradients were reduced.
+        unshards, reductions: how often it was all-gathered, and its gradients reduced.
     """
 
     name: str
@@ -117,13 +112,10 @@ class Straggler:
     """The rank that others wait for.
 
     Attributes:
-        rank: its global rank.
-        waiter: the rank that waits for it longest.
-        waited_ns: how long that rank waited.
+        waiter, waited_ns: the rank that waits for it longest, and how long.
         place: where it takes longer than other ranks by most: ``<group> in <phase>``, the name of an
             optimizer, or ``OUTSIDE``.
-        ns: how long it takes there.
-        usual_ns: how long other ranks take there; the median.
+        ns, usual_ns: how long it takes there, and the median of other ranks.
     """
 
     rank: int
@@ -139,12 +131,10 @@ class Recording:
     """What one rank has recorded.
 
     Attributes:
-        rank: its global rank.
         device: ``cpu``, ``cuda``, ...
         began: seconds since the epoch, by the rank's own clock.
         is_aligned: the ranks of the model began together: zero is the same moment on all of them.
         knew_order: whether an earlier forward had recorded which group comes next.
-        end_ns: when the trace ended.
         straggler: the rank that others waited for, if ranks began together and one stands out.
     """
 

@@ -66,7 +66,11 @@ class StepCapture(Feature):
         self._has_stepped = True
         self._steps += 1
         if self._steps == self._number - 1:
-            if (why := self._why_not()) is not None:
+            # The same on all ranks.
+            why = None if self.root.find(TracedRoot) is None else "the program traces this model itself"
+            if is_captured(self.root.device):
+                why = "a CUDA graph is being captured"
+            if why is not None:
                 _log.warning("%s: step %d is not traced: %s.", VARIABLE, self._number, why)
                 self.root.remove(self)
                 return
@@ -75,12 +79,6 @@ class StepCapture(Feature):
             self.root.remove(self)
             self._running.close()
             self._write()
-
-    def _why_not(self) -> str | None:
-        """Why the step cannot be traced; the same on all ranks."""
-        if is_captured(self.root.device):
-            return "a CUDA graph is being captured"
-        return None if self.root.find(TracedRoot) is None else "the program traces this model itself"
 
     def _write(self) -> None:
         path = FOLDER / f"{self.root.name}-step{self._number}-rank{own_rank()}.json"
