@@ -31,6 +31,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -139,8 +140,8 @@ def fairscale(model: GPT, kind: str) -> Wrapped:
 
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=3e-4)
     wrapped = ShardedDataParallel(model, optimizer)
-    # Gradients are views of its buckets. With set_to_none, torch's default, they are no longer, and the buckets
-    # send the sums of an earlier step.
+    # Gradients are views of its buckets. With set_to_none, torch's default, they no longer are, and the
+    # buckets send the sums of an earlier step.
     optimizer.zero_grad = partial(wrapped.zero_grad, set_to_none=False)
     return wrapped, optimizer
 
