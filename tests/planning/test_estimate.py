@@ -52,10 +52,10 @@ strategy    checkpointing  parameters  gradients  state  unsharded  activations 
 ----------------------------------------------------------------------------------------------------------------------------------------------------------------------
 ddp 8       no                  26.26      26.26  52.52       8.93        10.79    88.03    119.32     114.00  backward of blocks.0  replicate 45.96              no
 ddp 8       yes                 26.26      26.26  52.52       8.93        10.63    87.93    119.32     114.00  backward of blocks.0  replicate 45.96              no
-zero2 8     no                   3.28       3.28   6.57      13.14         2.52    24.49     53.65      15.84  backward of blocks.1  shard 34.49                  yes
-zero2 8     yes                  3.28       3.28   6.57      13.14         2.36    24.36     53.57      15.84  backward of blocks.1  shard 34.49                  yes
-hybrid 2x4  no                   6.57       6.57  13.13       8.93         2.52    31.07     63.63      29.10  backward of blocks.1  shard 35.85, replicate 6.57  yes
-hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36    30.99     63.55      29.10  backward of blocks.1  shard 35.85, replicate 6.57  yes
+zero2 8     no                   3.28       3.28   6.57      13.14         2.52    24.59     53.76      15.94  backward of blocks.1  shard 34.49                  yes
+zero2 8     yes                  3.28       3.28   6.57      13.14         2.36    24.41     53.67      15.94  backward of blocks.1  shard 34.49                  yes
+hybrid 2x4  no                   6.57       6.57  13.13       8.93         2.52    31.09     63.65      29.12  backward of blocks.1  shard 35.85, replicate 6.57  yes
+hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36    31.01     63.57      29.12  backward of blocks.1  shard 35.85, replicate 6.57  yes
 
 4 of 6 fit in 100.00 MB; zero2 sends least of them.""",
     )

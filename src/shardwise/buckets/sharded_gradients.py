@@ -41,10 +41,6 @@ is_not_none = partial(is_not, None)
 """True for anything except None; a map over tensors with it runs in C, where ``in`` would compare them."""
 
 
-def _nowhere() -> Tensor | None:
-    return None
-
-
 class ShardedGradients:
     """The sharded gradients of a bucket, laid out as its flat shard."""
 
@@ -60,7 +56,7 @@ class ShardedGradients:
         self._end = layout.segments[-1].end if layout.segments else 0
         # The local tensors made last, and the address of each one's buffer. Not the gradients: torch cannot
         # swap tensors (``module.to()``) that have weak references.
-        self._made: list[Callable[[], Tensor | None]] = [_nowhere] * len(params)
+        self._made: list[Callable[[], Tensor | None]] = [lambda: None] * len(params)
         self._buffers = [0] * len(params)
 
     @property
