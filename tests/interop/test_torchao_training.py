@@ -194,7 +194,7 @@ def test_shards_may_be_quantised_on_some_ranks_only(world2: World, kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), zip(LOW_BIT, [(3, 2048), (130, 128), (129, 128)] * 2, strict=True)
+    ("kind", "shape"), list(zip(LOW_BIT, [(3, 2048), (130, 128), (129, 128)] * 2, strict=True))
 )
 def test_whole_parameters_train_as_in_one_process(world2: World, kind: str, shape: Shape) -> None:
     with one_thread():
