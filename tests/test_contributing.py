@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from events import events_of
-from harness import World
 from models import Tower, random_batch
+from on_ranks import on_ranks
 from test_packages import ARROWS
 
 import shardwise
@@ -24,7 +24,6 @@ CALLS = re.findall(r"^ +([\w/]+)\.py +((?:[\w.]+, )*[\w.]+)", TEXT, flags=re.MUL
 
 
 def rows(title: str) -> list[list[str]]:
-    """The rows of the table that begins with ``title``, cell by cell."""
     (table,) = re.findall(rf"^\| {title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT, flags=re.MULTILINE)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
@@ -68,7 +67,10 @@ def test_it_lists_all_reasons_to_stay_in_memory() -> None:
     assert [reason for reason, *_ in rows("reason")] == [reason.name for reason in Reason]
 
 
-def events_of_the_second_step() -> str:
+@on_ranks(2)
+def test_it_shows_the_events_of_a_step_in_order() -> None:
+    (diagram,) = re.findall(r"```\n(unshard R.*?)```", TEXT, flags=re.DOTALL)
+    lines = [re.split(r" {2,}", line)[0] for line in diagram.splitlines()]
     torch.manual_seed(0)
     model = Tower().double()
     for block in model.blocks:
@@ -78,10 +80,4 @@ def events_of_the_second_step() -> str:
     for index in range(2):
         events = events_of(model)
         model(random_batch(index, 4)).sum().backward()
-    return ", ".join(events).replace("blocks.", "").replace("Tower", "R")
-
-
-def test_it_shows_the_events_of_a_step_in_order(world2: World) -> None:
-    (block,) = re.findall(r"```\n(unshard R.*?)```", TEXT, flags=re.DOTALL)
-    lines = [re.split(r" {2,}", line)[0] for line in block.splitlines()]
-    assert world2.run(events_of_the_second_step) == [", ".join(lines)] * 2
+    assert ", ".join(events).replace("blocks.", "").replace("Tower", "R") == ", ".join(lines)

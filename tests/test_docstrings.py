@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import World
 from models import LanguageModel, token_batch
+from on_ranks import on_ranks
 from torch import nn
 
 import shardwise
@@ -81,7 +82,9 @@ def test_what_all_setters_have_in_common_stands_in_the_class() -> None:
 VALID = {"factor": 1.0, "max_input_buffers": 1}
 
 
-def not_refused_as_documented() -> list[str]:
+@pytest.mark.slow
+@on_ranks(1)
+def test_every_flag_refuses_what_is_not_a_bool_as_documented() -> None:
     model, wrong = sharded_model(), []
     for name, method in METHODS.items():
         parameters = list(inspect.signature(method).parameters.values())[1:]
@@ -93,12 +96,7 @@ def not_refused_as_documented() -> list[str]:
             except TypeError as error:
                 if f"{name}: {flag.name} is 'no', a str; pass True or False." not in str(error):
                     wrong.append(str(error))
-    return wrong
-
-
-@pytest.mark.slow
-def test_every_flag_refuses_what_is_not_a_bool_as_documented(world1: World) -> None:
-    assert world1.run(not_refused_as_documented) == [[]]
+    assert wrong == []
 
 
 # --- the examples ---------------------------------------------------------------------------------

@@ -36,20 +36,17 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], DataParallelMeshDims |
 
 
 def world_of(program: Program) -> int:
-    """How many ranks run it."""
     sizes = MESHES[program["mesh"]][0]
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
 
 
 def base_models(program: Program) -> tuple[Model, Model]:
-    """The model, and the one that a GAN's discriminator is; the same on every rank."""
     torch.manual_seed(77 + program["salt"])
     judge: list[Node] = [{"kind": "linear"}] * program["depth_of_discriminator"]
     return Model(program["blocks"]).double(), Model(judge).double()
 
 
 def shard(model: Model, program: Program) -> None:
-    """As the program says."""
     sizes, names, dims = MESHES[program["mesh"]]
     last = program["shard_dim"] == -1
     options: dict[str, Any] = {
@@ -89,8 +86,6 @@ def _inside_first(module: nn.Module) -> list[nn.Module]:
 
 
 class Actor:
-    """One rank's view of a program."""
-
     def __init__(self, program: Program, rank: int, is_sharded: bool) -> None:
         self.program = program
         self.rank = rank
@@ -106,7 +101,6 @@ class Actor:
 
     @property
     def models(self) -> tuple[Model, Model]:
-        """Both, the one that is trained first."""
         return self.model, self.judge
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -122,7 +116,6 @@ class Actor:
     # --- steps ---
 
     def run(self) -> Iterator[None]:
-        """The whole program."""
         for number, step in enumerate(self.program["steps"]):
             self.where = f"step {number}"
             if step["before"] is not None:
@@ -157,12 +150,10 @@ class Actor:
             optimizer.step()
 
     def batch(self) -> Tensor:
-        """This rank's rows of the next batch."""
         self.num_batches += 1
         return random_batch(1000 * self.num_batches + self.rank, ROWS, WIDTH)
 
     def loss(self, x: Tensor | None = None) -> Tensor:
-        """Of the model on a batch."""
         loss = self.model(self.batch() if x is None else x).pow(2).mean()
         self.note("loss", loss)
         return loss
@@ -174,7 +165,6 @@ class Actor:
             yield
 
     def note(self, name: str, value: Any) -> None:
-        """Remember a value that must be equal."""
         value = value.detach().clone() if isinstance(value, Tensor) else value
         self.notes.append((f"{self.where}: {name}", "same", value))
 
@@ -223,7 +213,6 @@ class Actor:
         yield from self.backward((self.model(x) * gradient.detach()).mean())
 
     def call_hooks(self) -> Iterator[None]:
-        """Module hooks around a block; one changes its output."""
         block = self.model.blocks[0]
         handles = [
             block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)),
@@ -253,7 +242,6 @@ class Actor:
         yield from self.backward(loss)
 
     def call_thread(self) -> Iterator[None]:
-        """Forward in another thread."""
         losses: list[Tensor] = []
         thread = threading.Thread(target=lambda: losses.append(self.loss()))
         thread.start()
@@ -301,7 +289,6 @@ class Actor:
         yield from self.backward(self.loss())
 
     def call_twice_forward(self) -> Iterator[None]:
-        """The model's output goes through the model again."""
         yield from self.backward(self.loss(torch.tanh(self.model(self.batch()))))
 
     def call_detached(self) -> Iterator[None]:
@@ -317,7 +304,6 @@ class Actor:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients, in evaluation mode."""
         self.model.eval()
         with torch.no_grad():
             yield

@@ -9,7 +9,9 @@ from models import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
+from campaign.draws import Draw
 from campaign.notes import Mismatch, close
 from shardwise.policies import ShardPlacementResult
 
@@ -25,8 +27,6 @@ SIZES = {"even": (8, 16), "uneven": (7, 13), "few_rows": (5, 3)}  # width, hidde
 
 
 class Knobs(nn.Module):
-    """Parameters of odd shapes and kinds."""
-
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -91,8 +91,6 @@ class Twice(nn.Module):
 
 
 class Bare(nn.Module):
-    """No parameters."""
-
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
 
@@ -144,6 +142,50 @@ class Failure(Exception):
     """Raised on purpose."""
 
 
+class Net(nn.Module):
+    """Blocks between two layers, in the order of the draw."""
+
+    def __init__(self, draw: Draw, kinds: dict[str, Callable[[int, int], nn.Module]] = KINDS) -> None:
+        super().__init__()
+        width, hidden = SIZES[draw["sizes"]]
+        self.inlet = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(kinds[kind](width, hidden) for kind in draw["blocks"])
+        self.outlet = nn.Linear(width, width)
+        with_lin = [block for block in self.blocks if hasattr(block, "lin")]
+        if draw["tie"] == "ends":
+            self.outlet.weight = self.inlet.weight
+        if draw["tie"] == "root_block":
+            self.outlet.weight = with_lin[0].lin.weight
+        if draw["tie"] == "blocks":
+            with_lin[1].lin.weight = with_lin[0].lin.weight
+        everyone = [i for i in range(len(self.blocks)) if i != draw.get("unused")]
+        self.order = {
+            "once": everyone,
+            "again": [*everyone, *everyone[:1]],
+            "twice": [*everyone, *everyone],
+            "doubled": [i for i in everyone for _ in range(2)],
+            "reversed": everyone[::-1],
+        }[draw["order"]]
+        self.checkpoint = draw["checkpoint"]
+        self.fails_at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for place, index in enumerate(self.order):
+            if place == self.fails_at:
+                raise Failure
+            x = self.run_block(index, x)
+        if self.fails_at is not None:
+            raise Failure
+        return self.outlet(x)
+
+    def run_block(self, index: int, x: Tensor) -> Tensor:
+        block = self.blocks[index]
+        if self.checkpoint is None or not torch.is_grad_enabled():
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")  # type: ignore[return-value]
+
+
 # --- sharding -------------------------------------------------------------------------------------
 
 EXACT, NEAR = close(atol=1e-9, rtol=0.0), close(atol=1e-4, rtol=1e-3)
@@ -168,10 +210,7 @@ PRECISIONS: dict[str | None, tuple[dict[str, Any], Mismatch]] = {
         NEAR,
     ),
     "bfloat16": ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, LOOSE),
-    "bfloat16_all": (
-        {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16},
-        LOOSE,
-    ),
+    "bfloat16_all": ({"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}, LOOSE),
 }
 
 

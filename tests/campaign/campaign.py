@@ -39,12 +39,10 @@ class Campaign:
     run: Callable[[Worlds, Draw, Path], str | None]
 
     def check_draw(self, worlds: Worlds, folder: Path, draw: Draw) -> None:
-        """Run one draw."""
         failure = self.run(worlds, self.settled(draw), folder)
         assert failure is None, failure
 
     def check_many(self, worlds: Worlds, folder: Path, num_draws: int) -> None:
-        """Run the draws that the environment asks for, or ``num_draws``, always the same."""
         folders = (folder / str(number) for number in count())
         if given := os.environ.get(f"{self.name}_DRAW"):
             found = ast.literal_eval(given)
@@ -67,7 +65,6 @@ class Campaign:
         check()
 
     def timeout_s(self, usually: int = 30) -> int:
-        """The time that one run on a world may take."""
         return self._asked("TIMEOUT_S", usually)
 
     def _asked(self, what: str, otherwise: int) -> int:

@@ -37,7 +37,6 @@ def _average(actors: Sequence[Actor]) -> None:
 
 
 def sharded(program: Program) -> Notes:
-    """What this rank notes. Runs on every rank."""
     actor = Actor(program, dist.get_rank(), is_sharded=True)
     for _ in actor.run():
         pass

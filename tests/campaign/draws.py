@@ -25,12 +25,10 @@ def choice(*values: Any) -> SearchStrategy[Any]:
 
 
 def rarely(times: int) -> SearchStrategy[bool]:
-    """True once in so many draws."""
     return choice(*(False,) * (times - 1), True)
 
 
 def record(entries: Mapping[str, SearchStrategy[Any]]) -> Draws:
-    """A dict."""
     return st.fixed_dictionaries(dict(entries))
 
 
@@ -43,7 +41,6 @@ def one_of(kinds: Mapping[str, Draws], weights: Mapping[str, int]) -> Draws:
 
 
 def many(of: SearchStrategy[Any], least: int, most: int) -> SearchStrategy[list[Any]]:
-    """A list of so many."""
     return st.lists(of, min_size=least, max_size=most)
 
 
@@ -54,7 +51,6 @@ def with_one_again(lists: SearchStrategy[list[Any]]) -> SearchStrategy[list[Any]
 
 
 def some(*values: Any, most: int) -> SearchStrategy[list[Any]]:
-    """A list of different values."""
     return st.lists(st.sampled_from(values), max_size=most, unique=True)
 
 
@@ -68,7 +64,6 @@ def tree(leaves: tuple[str, ...], containers: tuple[str, ...], levels: int = 2) 
 
 
 def completed(draws: Draws, **given: Any) -> Draw:
-    """The simplest draw, except for what is given."""
     simplest = find(  # tried first
         draws, lambda _: True, settings=settings(max_examples=1, phases=(Phase.generate,), database=None)
     )

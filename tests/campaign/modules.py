@@ -92,8 +92,6 @@ class Parametrized(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Forward changes buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
@@ -129,8 +127,6 @@ class Odd(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -166,8 +162,6 @@ class Unused(nn.Module):
 
 
 class TwiceUsed(nn.Module):
-    """One layer, called twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
@@ -227,8 +221,6 @@ class AddsToDict(nn.Module):
 
 
 class ThroughDict(Chain):
-    """Hands one dict from child to child."""
-
     def __init__(self, children: list[nn.Module]) -> None:
         super().__init__([AddsToDict(child) for child in children])
 
@@ -240,8 +232,6 @@ class ThroughDict(Chain):
 
 
 class AddsToList(nn.Module):
-    """Returns nothing: its output is in the list."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -334,7 +324,6 @@ CONTAINER_KINDS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
 
 
 def built(node: Node) -> nn.Module:
-    """The module that a node of a program describes."""
     if "children" in node:
         return CONTAINER_KINDS[node["kind"]]([built(child) for child in node["children"]])
     return LEAF_KINDS[node["kind"]]()

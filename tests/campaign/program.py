@@ -86,11 +86,6 @@ PROGRAMS = record(
 )
 
 
-def kinds_in(program: Program) -> set[str]:
-    """All kinds of modules in it."""
-    return {node["kind"] for node in _nodes(program["blocks"])}
-
-
 def _nodes(nodes: list[Node]) -> Iterator[Node]:
     for node in nodes:
         yield node
@@ -98,7 +93,6 @@ def _nodes(nodes: list[Node]) -> Iterator[Node]:
 
 
 def calls_in(program: Program) -> set[str]:
-    """All calls that its microbatches make."""
     return {micro["call"] for step in program["steps"] for micro in step["micro"]}
 
 

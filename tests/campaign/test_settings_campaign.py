@@ -21,14 +21,11 @@ from meshed import Layout, device_mesh
 from reference import full
 from scenario import Side, one_thread
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
-from campaign.blocks import EXACT, HAVE_LIN, KINDS, PRECISIONS, SIZES, Failure, chosen_placement, names
+from campaign.blocks import EXACT, HAVE_LIN, KINDS, PRECISIONS, SIZES, Failure, Net, chosen_placement, names
 from campaign.campaign import Campaign, Worlds
 from campaign.draws import Draw, choice, many, rarely, record
 from campaign.notes import Notes, difference
@@ -84,53 +81,22 @@ PLAIN_MESHES = [name for name, (layout, named, _) in PLACES.items() if named is 
 NESTABLE = ("plain", "unused", "lora", "twice", "conv", "lookup")  # call all their children
 
 
-class Model(nn.Module):
+class Model(Net):
+    """A block may be left out: by some ranks, or plainly for the rows of these."""
+
     def __init__(self, draw: Draw) -> None:
-        super().__init__()
-        width, hidden = SIZES[draw["sizes"]]
-        self.inlet = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(KINDS[kind](width, hidden) for kind in draw["blocks"])
-        self.outlet = nn.Linear(width, width)
-        if draw["tie"] == "ends":
-            self.outlet.weight = self.inlet.weight
-        with_lin = [block for block in self.blocks if hasattr(block, "lin")]
-        if draw["tie"] == "root_block":
-            self.outlet.weight = with_lin[0].lin.weight
-        if draw["tie"] == "blocks":
-            with_lin[1].lin.weight = with_lin[0].lin.weight
-        everyone = list(range(len(self.blocks)))
-        self.order = {
-            "once": everyone,
-            "again": [*everyone, 0],
-            "twice": [*everyone, *everyone],
-            "doubled": [i for i in everyone for _ in range(2)],
-            "reversed": everyone[::-1],
-        }[draw["order"]]
-        self.checkpoint = draw["checkpoint"]
+        super().__init__(draw)
         self.left_out = len(self.blocks) - 1 if draw["skip"] else None
-        self.fails_at: int | None = None
         self.seat: tuple[int, int] | None = None  # None: rows of all ranks are here
         self.num_seats = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for place, index in enumerate(self.order):
-            if place == self.fails_at:
-                raise Failure
-            if index != self.left_out:
-                x = self.run_block(index, x)
-            elif self.seat is None:
-                rows = torch.arange(len(x)) // (len(x) // self.num_seats) % 2 == 1
-                x = torch.where(rows[:, None], x, self.run_block(index, x))
-            elif self.seat[0] % 2 == 0:
-                x = self.run_block(index, x)
-        return self.outlet(x)
-
     def run_block(self, index: int, x: Tensor) -> Tensor:
-        block = self.blocks[index]
-        if self.checkpoint is None or not torch.is_grad_enabled():
-            return block(x)
-        return checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
+        if index != self.left_out or (self.seat is not None and self.seat[0] % 2 == 0):
+            return super().run_block(index, x)
+        if self.seat is not None:
+            return x
+        rows = torch.arange(len(x)) // (len(x) // self.num_seats) % 2 == 1
+        return torch.where(rows[:, None], x, super().run_block(index, x))
 
 
 def split(model: Model, draw: Draw, mesh: DeviceMesh) -> None:
@@ -144,7 +110,6 @@ def split(model: Model, draw: Draw, mesh: DeviceMesh) -> None:
 
 
 def other_mesh(layout: Layout) -> DeviceMesh:
-    """The same ranks in another shape."""
     if len(layout.shape) == 2:
         return device_mesh((layout.size,), ONE)
     return device_mesh((2, 2) if layout.size == 4 else (layout.size, 1), DP)
@@ -330,8 +295,6 @@ def settled(draw: Draw) -> Draw:
 
 
 class SettingsRun(Run):
-    """Plainly or sharded."""
-
     def __init__(self, draw: Draw, is_sharded: bool) -> None:
         self.layout = PLACES[draw["place"]][0]
         super().__init__(draw, is_sharded, *(self.layout.seat() if is_sharded else (0, 1)))
@@ -490,7 +453,6 @@ class SettingsRun(Run):
             self.evaluate(block)
 
     def do_eval_grad(self, block: nn.Module, step: Draw) -> None:
-        """A forward with gradients whose backward never comes."""
         self.loss()
 
     def do_full_state(self, block: nn.Module, step: Draw) -> None:
@@ -591,13 +553,11 @@ class SettingsRun(Run):
 
 
 def run_sharded(draw: Draw) -> Notes:
-    """Runs on every rank."""
     with emptying_buffers(draw):
         return SettingsRun(draw, is_sharded=True).run()
 
 
 def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
-    """What is wrong with the draw; None if nothing is."""
     with one_thread():
         plain = SettingsRun(draw, is_sharded=False).run()
     world = worlds[PLACES[draw["place"]][0].size]

@@ -10,7 +10,6 @@ name; losses, parameters, buffers and optimizer states must agree on every rank.
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,15 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arrangements import BUILDS, built
+from arrangements import BUILDS, Way, built
 from comparing import assert_equal
-from meshed import BATCH_SIZE, device_mesh, part, refusal
+from meshed import BATCH_SIZE, part, refusal
 from models import random_batch
 from reference import full
 from scenario import one_thread
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
 from campaign.campaign import Campaign, Worlds
@@ -35,7 +32,6 @@ from campaign.draws import Draw, choice, many, rarely, record, some
 from campaign.notes import Notes, close, difference
 from shardwise import (
     full_state_dict,
-    fully_shard,
     inference,
     latest_checkpoint,
     load_checkpoint,
@@ -43,7 +39,6 @@ from shardwise import (
     materialize,
     no_sync,
     save_checkpoint,
-    shard_model,
     unsharded,
 )
 from shardwise.engine.module_state import sharded_module_states
@@ -69,46 +64,6 @@ KINDS = {
     "ignored": 2, "one list": 2, "mixed": 2, "bf16": 2,
 }  # fmt: skip
 ALIKE = ("none", "blocks only", "tp", "ignored")
-
-
-def spread(model: Any, kind: str, ranks: int) -> Any:
-    mesh = device_mesh((ranks,), ("shard",))
-    if kind == "none":
-        return model
-    if kind in ("ddp", "zero1", "zero2", "zero3"):
-        return shard_model(model, strategy=kind, mesh=mesh)
-    if kind in ("hybrid", "hybrid_zero2"):
-        pairs = device_mesh((2, ranks // 2), ("replicate", "shard"))
-        return shard_model(model, strategy=kind, mesh=pairs)
-    options: dict[str, Any] = {"mesh": mesh}
-    if kind == "columns":
-        options["shard_placement_fn"] = lambda p: Shard(max(p.dim() - 1, 0))
-    elif kind == "offload":
-        options["offload_policy"] = shardwise.CPUOffloadPolicy()
-    elif kind == "keeps":
-        options["reshard_after_forward"] = False
-    elif kind == "reshards to 2":
-        options["reshard_after_forward"] = 2
-    elif kind == "bf16":
-        options["mp_policy"] = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    elif kind == "tp":
-        whole = device_mesh((ranks // 2, 2), ("shard", "tp"))
-        for block in model.blocks:
-            parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        options["mesh"] = whole["shard"]
-    elif kind == "ignored":
-        options["ignored_params"] = {next(iter(model.blocks[0].parameters()))}
-        warnings.filterwarnings("ignore", message=".*ignored_params contains trainable")
-    if kind == "one list":
-        fully_shard(list(model.blocks), **options)
-    elif kind == "mixed":
-        fully_shard(model.blocks[0], **options, reshard_after_forward=False)
-    elif kind != "root only":
-        for block in model.blocks:
-            fully_shard(block, **options)
-    if kind != "blocks only":
-        fully_shard(model, **options)
-    return model
 
 
 @torch.no_grad()
@@ -268,7 +223,7 @@ class Leg:
             if any(name.startswith(each) for each in draw["frozen"]):
                 param.requires_grad_(False)
         if self.is_sharded:
-            spread(model, leg["kind"], leg["ranks"])
+            Way(leg["ranks"], leg["kind"]).spread(model)
         self.model = model
         if on_meta and leg["start"] == "materialized":
             materialize(model, init)
@@ -344,7 +299,6 @@ class Leg:
         return {"params": params, "buffers": buffers, "states": states, "groups": groups, "step": self.step}
 
     def adopt(self, state: Draw) -> None:
-        """The plain way of going on from `state`."""
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.copy_(state["params"][name])
@@ -516,7 +470,6 @@ class Leg:
                     param.mul_(0.9)
 
     def do_gradients(self) -> None:
-        """They are there, and are thrown away by the next step."""
         self.loss(GARBAGE_SEED).backward()
 
     def do_no_sync(self) -> None:
@@ -566,7 +519,6 @@ class Leg:
         list(iter_full_parameters(self.model, dtype=torch.bfloat16))
 
     def do_copy(self) -> None:
-        """Go on with a copy."""
         model = copy.deepcopy(self.model)
         before = self.optimizer.state_dict()
         if self.ema is not None:
@@ -646,7 +598,6 @@ class Leg:
         self.refused(load_full_state_dict, self.model, self.folder / "nowhere")
 
     def refused(self, call: Any, *args: Any, **options: Any) -> None:
-        """Nothing has changed afterwards."""
         before = self.state()
         refusal(call, *args, **options)
         assert_equal(self.state(), before)
@@ -680,12 +631,10 @@ class PlainEMA:
 
 
 def run_leg(draw: Draw, number: int, folder: str, before: Any) -> Any:
-    """Runs on every rank."""
     return Leg(draw, number, folder, True).run(before)
 
 
 def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
-    """What is wrong with the draw; None if nothing is."""
     before: Any = None
     plain_before: Any = None
     for number, leg in enumerate(draw["legs"]):

@@ -26,12 +26,9 @@ from models import Block, built, random_batch
 from reference import full
 from scenario import one_thread
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from campaign.blocks import (
     EXACT,
@@ -41,6 +38,7 @@ from campaign.blocks import (
     PRECISIONS,
     SIZES,
     Failure,
+    Net,
     chosen_placement,
     names,
 )
@@ -121,8 +119,6 @@ class Adapted(nn.Module):
 
 
 class Single(nn.Module):
-    """A trained layer in float32."""
-
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
@@ -148,48 +144,6 @@ ALL_KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     **{"stage": Stage, "detached": Detached, "adapted": Adapted, "single": Single, "sparse": Sparse},
 }
 EXACT_KINDS = [kind for kind in ALL_KINDS if kind != "single"]
-
-
-class Net(nn.Module):
-    """Blocks between two layers, in the order of the draw."""
-
-    def __init__(self, draw: Draw) -> None:
-        super().__init__()
-        width, hidden = SIZES[draw["sizes"]]
-        self.inlet = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(ALL_KINDS[kind](width, hidden) for kind in draw["blocks"])
-        self.outlet = nn.Linear(width, width)
-        with_lin = [block for block in self.blocks if hasattr(block, "lin")]
-        if draw["tie"] == "ends":
-            self.outlet.weight = self.inlet.weight
-        if draw["tie"] == "root_block":
-            self.outlet.weight = with_lin[0].lin.weight
-        if draw["tie"] == "blocks":
-            with_lin[1].lin.weight = with_lin[0].lin.weight
-        everyone = [i for i in range(len(self.blocks)) if i != draw["unused"]]
-        self.order = {
-            "once": everyone,
-            "again": [*everyone, *everyone[:1]],
-            "twice": [*everyone, *everyone],
-            "doubled": [i for i in everyone for _ in range(2)],
-            "reversed": everyone[::-1],
-        }[draw["order"]]
-        self.checkpoint = draw["checkpoint"]
-        self.fails_at: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for place, index in enumerate(self.order):
-            if place == self.fails_at:
-                raise Failure
-            block = self.blocks[index]
-            if self.checkpoint is None or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
-        if self.fails_at is not None and self.fails_at >= len(self.order):
-            raise Failure
-        return self.outlet(x)
 
 
 # --- sharding -------------------------------------------------------------------------------------
@@ -220,8 +174,6 @@ def above(module: nn.Module, recurse: bool, nonwrapped_numel: int, limit: int) -
 
 
 class EveryBlock:
-    """A policy object."""
-
     def choose(self, model: nn.Module, ignored: set[int]) -> list[nn.Module]:
         return [block for block in model.blocks if any(id(p) not in ignored for p in block.parameters())]
 
@@ -282,10 +234,7 @@ def shard(model: Net, draw: Draw) -> None:
     if draw["mesh"]:
         options["mesh"] = mesh_for(draw, draw["strategy"])
     hosts = draw["hosts"] if draw["world"] % draw["hosts"] == 0 else 1
-    with (
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(draw["world"] // hosts)),
-        warnings.catch_warnings(),
-    ):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(draw["world"] // hosts)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ignored_params")
         warnings.filterwarnings("ignore", message=".*own group keeps")
         shard_model(
@@ -557,7 +506,6 @@ def _without_what_is_known(draw: Draw) -> Draw:
 
 
 def keeps_groups(draw: Draw) -> bool:
-    """Some groups stay unsharded for the next microbatch."""
     strategies = [draw["strategy"], *(each["strategy"] for each in draw["overrides"])]
     is_kept = any(name is not None and name.endswith(("zero1", "zero2")) for name in strategies)
     return is_kept or any(each["reshard"] is False for each in draw["overrides"])
@@ -598,7 +546,7 @@ class StrategyRun(Run):
         is_sharded = answers is None
         super().__init__(draw, is_sharded, *((dist.get_rank(), draw["world"]) if is_sharded else (0, 1)))
         self.answers: list[Any] = list(answers or [])
-        model = built(Net, draw)
+        model = built(Net, draw, ALL_KINDS)
         for module in model.modules():
             if isinstance(module, Single):
                 module.inner.float()
@@ -882,7 +830,6 @@ class StrategyRun(Run):
             assert found.state == "sharded", f"{found.name} is {found.state}"
 
     def do_no_sync_fails(self, action: Draw) -> None:
-        """Afterwards every group has its own setting again."""
         with suppress(Failure), no_sync(self.model) if self.is_sharded else nullcontext():
             self.model.fails_at = 0
             self.model(self.batch())
@@ -904,7 +851,6 @@ class StrategyRun(Run):
         self.note("output", output.double().pow(2).mean(), "mean")
 
     def may_run_alone(self, block: nn.Module) -> bool:
-        """A group of its own, with no weight that belongs to another around it."""
         return isinstance(block, FSDPModule) and self.draw["tie"] not in ("root_block", "blocks")
 
     def do_state(self, action: Draw) -> None:
@@ -981,13 +927,11 @@ def told_by_first(mine: list[str]) -> list[str]:
 
 
 def run_sharded(draw: Draw) -> Any:
-    """Runs on every rank."""
     with emptying_buffers(draw):
         return StrategyRun(draw, None).run()
 
 
 def run_draw(worlds: Worlds, draw: Draw, folder: Path) -> str | None:
-    """What is wrong with the draw; None if nothing is."""
     ranks = worlds[draw["world"]].run(run_sharded, draw, timeout=CAMPAIGN.timeout_s())
     answers = [rank[1] for rank in ranks]
     if any(each != answers[0] for each in answers):

@@ -47,7 +47,6 @@ class Run:
         raise NotImplementedError
 
     def batch(self) -> Tensor:
-        """This rank's rows of the next batch."""
         self.num_batches += 1
         width = SIZES[self.draw["sizes"]][0]
         return part(random_batch(self.num_batches, BATCH_SIZE, width), self.index, self.count)
@@ -84,14 +83,12 @@ class Run:
     # --- between them ---
 
     def scale(self, factor: float, through_data: bool = False) -> None:
-        """All parameters, as an edit by the caller."""
         with torch.no_grad():
             for param in self.model.parameters():
                 if param.is_floating_point():
                     (param.data if through_data else param).mul_(factor)
 
     def through_state(self, full_values: bool, assign: bool = False) -> None:
-        """Save, change all, load."""
         state: dict[str, Any] = {n: value.detach().clone() for n, value in self.model.state_dict().items()}
         if full_values:
             state = {name: full(value) for name, value in state.items()}
@@ -147,7 +144,6 @@ class Run:
 
 
 def fail(*_: Any) -> None:
-    """A hook."""
     raise Failure
 
 

@@ -89,7 +89,6 @@ def test_any_number_of_ranks_goes_on(
 
 
 def second_half_from_meta(run: Run) -> dict[str, Any]:
-    """The model never had other values than those of the checkpoint."""
     with torch.device("meta"):
         model = run.shard(run.build().double(), run.layout)
     optimizer = run.optimizer(model.parameters(), **run.options)
@@ -342,8 +341,6 @@ def test_stages_of_a_pipeline_share_a_checkpoint_with_averages_of_their_own(
 
 
 class Keeper:
-    """Has any state."""
-
     def __init__(self, state: Any) -> None:
         self.state = state
 
@@ -355,8 +352,6 @@ class Keeper:
 
 
 class KeepsExtra(nn.Linear):
-    """Has any extra state."""
-
     def __init__(self, state: Any) -> None:
         super().__init__(2, 2)
         self.state = state
@@ -386,7 +381,6 @@ def test_what_modules_save_as_tensors_may_be_of_any_length(
 
 
 def nested_state(fill: int) -> dict[Any, Any]:
-    """Values of many kinds, and tensors among them."""
     return {
         "by number": {0: torch.full((2,), fill), 10: [fill, {}]},
         "pair": (torch.full((), fill), fill),
@@ -579,8 +573,6 @@ def test_checkpoints_are_written_and_read_in_inference_mode(tmp_path: Path) -> N
 
 
 def of_torch(run: Run, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model that torch's own `fully_shard` has sharded."""
-
     def shard(model: nn.Module, layout: Layout | None) -> nn.Module:
         for module in (*model.blocks, model):
             torchs_fully_shard(module)
@@ -631,7 +623,6 @@ def test_torchs_recipe_loads_ours(world2: World, world3: World, tmp_path: Path) 
 
 
 def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
-    """The keys of one model, by torch's recipe and by ours."""
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     save_checkpoint(run.path, model, optimizer)
@@ -724,7 +715,6 @@ def trained_beside(run: Run) -> dict[str, Any]:
 
 
 def held_back(until: threading.Event) -> Any:
-    """Writing waits for `until`."""
     write = dcp.FileSystemWriter.write_data
 
     def late(*args: Any) -> Any:

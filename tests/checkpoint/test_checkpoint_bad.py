@@ -31,6 +31,7 @@ from comparing import alike, assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -62,7 +63,6 @@ def saved(world2: World, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(saved: str, tmp_path: Path) -> Run:
-    """A run whose checkpoint is there, and may be damaged."""
     shutil.copytree(saved, tmp_path / "step-2")
     return Run(path=str(tmp_path / "step-2"))
 
@@ -223,14 +223,12 @@ def test_another_dtype_is_refused_unless_it_is_meant(world2: World, run: Run) ->
             torch.testing.assert_close(got[name], value.to(dtype), rtol=1e-6, atol=1e-9)
 
 
-def another_recipe(path: str) -> str:
+@on_ranks(2)
+def test_a_checkpoint_without_a_model_says_what_it_has(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
     model = by_block(Net(), None)
     dcp.save({"net": model.state_dict(), "step": 3}, checkpoint_id=path)
-    return refusal(load_checkpoint, path, model).replace(path, "PATH")
-
-
-def test_a_checkpoint_without_a_model_says_what_it_has(world2: World, tmp_path: Path) -> None:
-    text = alike(world2.run(another_recipe, str(tmp_path / "checkpoint")))
+    text = refusal(load_checkpoint, path, model).replace(path, "PATH")
     assert_expected_inline(
         text,
         """ValueError: PATH holds no model: its keys are net, step, and not 'model'. It was written by another recipe; read it with torch.distributed.checkpoint, and give it to the model by hand.""",
@@ -369,8 +367,9 @@ class Stubborn(nn.Linear):
         return "please"
 
 
-def unreadable_for_other_reasons(path: str) -> list[str]:
-    """The model does not take what was read; and in a process in which warnings are errors, torch warns."""
+@on_ranks(2)
+def test_damage_is_not_blamed_for_what_the_model_does_or_torch_warns_of(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
 
     def warn(*args: Any) -> None:
         warnings.warn("use another function", DeprecationWarning, stacklevel=2)
@@ -380,22 +379,16 @@ def unreadable_for_other_reasons(path: str) -> list[str]:
     told = [refusal(load_checkpoint, path, model)]
     with mock.patch.object(dcp.DefaultLoadPlanner, "commit_tensor", warn):
         told.append(refusal(load_checkpoint, path, model))
-    return [text.replace(path, "PATH") for text in told]
-
-
-def test_damage_is_not_blamed_for_what_the_model_does_or_torch_warns_of(
-    world2: World, tmp_path: Path
-) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(unreadable_for_other_reasons, str(tmp_path / "x")))),
+        "\n".join([text.replace(path, "PATH") for text in told]),
         """\
 RuntimeError: PATH: the model did not take what was read: ValueError: no, thank you. The weights are partly those of the checkpoint and partly others; load another one.
 RuntimeError: PATH: reading its tensors failed: DeprecationWarning: use another function. The weights are partly those of the checkpoint and partly others; load another one.""",
     )
 
 
-def unlike_ours(run: Run) -> str:
-    """A load that brings a part of the weights only, after one that failed half-way."""
+@on_ranks(2)
+def test_a_part_of_the_weights_does_not_make_a_model_whole(run: Run) -> None:
     model = by_block(Renamed().double(), None)
     mark_partly_loaded(model, "a load failed half-way.")
     load_checkpoint(run.path, model, strict=False)
@@ -404,17 +397,15 @@ def unlike_ours(run: Run) -> str:
     mark_partly_loaded(whole, "a load failed half-way.")
     load_checkpoint(run.path, whole, strict=False)
     whole(torch.ones(2, 6, dtype=torch.float64))
-    return refused
-
-
-def test_a_part_of_the_weights_does_not_make_a_model_whole(world2: World, run: Run) -> None:
-    assert "a load failed half-way" in alike(world2.run(unlike_ours, run))
+    assert "a load failed half-way" in refused
 
 
 # --- objects beside the model ---------------------------------------------------------------------
 
 
-def states_that_do_not_fit(path: str) -> list[str]:
+@on_ranks(2)
+def test_states_of_other_objects_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
     model = fully_shard(nn.Linear(4, 2))
     ema = EMA(model)
     save_checkpoint(path, model, states={"ema": ema})
@@ -431,12 +422,8 @@ def states_that_do_not_fit(path: str) -> list[str]:
     ]
     assert load_checkpoint(path, model, states={"mean": ema}, strict=False).missing == ("states.mean",)
     assert why_partly_loaded(model) is None
-    return [text.replace(path, "PATH") for text in told]
-
-
-def test_states_of_other_objects_are_refused(world2: World, tmp_path: Path) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(states_that_do_not_fit, str(tmp_path / "x")))),
+        "\n".join([text.replace(path, "PATH") for text in told]),
         """\
 ValueError: PATH: states do not fit: ema.averages.weight has shape (2, 4) in the source and (3, 4) in the model; ema.averages.bias has shape (2,) in the source and (3,) in the model.
 ValueError: PATH: states do not fit: unexpected in the source: ema.averages.weight, ema.averages.bias; missing in the source: ema.averages.0.weight, ema.averages.0.bias.
@@ -451,7 +438,6 @@ TypeError: states is to be a dict with names as keys, not [1]""",
 
 
 def full_disk(run: Run, on_rank: int, num_bytes: int, asynchronous: bool) -> list[str]:
-    """The disk of one rank takes `num_bytes` a file."""
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     save_checkpoint(run.path, model, optimizer, shared={"step": 2})
@@ -525,7 +511,6 @@ class FailingFile:
 
 
 def saved_with_failing_writes(path: Path, fails: Callable[[int], bool]) -> str | None:
-    """How it is refused; None: no write has failed."""
     real, numbers = FileSystem.create_stream, itertools.count()
 
     @contextmanager
@@ -617,8 +602,6 @@ ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with pl
 
 
 class Experts(nn.Module):
-    """Each rank has an expert of its own, which nothing shards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(2, 2)
@@ -670,7 +653,9 @@ class Marked(torch.Tensor):
     """A class of tensors that torch was not told to trust."""
 
 
-def of_a_class_of_its_own(path: str) -> str:
+@on_ranks(2)
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_buffer("marked", torch.ones(2).as_subclass(Marked))
     told = refusal(save_checkpoint, path, model)
@@ -679,12 +664,8 @@ def of_a_class_of_its_own(path: str) -> str:
         model[0].marked.zero_()
         load_checkpoint(path, model)
     assert model[0].marked.tolist() == [1.0, 1.0]
-    return told
-
-
-def test_what_could_not_be_read_again_is_not_written(world2: World, tmp_path: Path) -> None:
     assert_expected_inline(
-        alike(world2.run(of_a_class_of_its_own, str(tmp_path / "x"))),
+        told,
         """ValueError: 0.marked of the model is a test_checkpoint_bad.Marked, and torch reads no tensors of classes from a checkpoint that it was not told to trust: this one could be written, but not loaded. Call torch.serialization.add_safe_globals with it and with what its pickles need, where it is saved and where it is loaded; or convert the model back before saving.""",
     )
 
@@ -714,22 +695,22 @@ def test_ranks_that_disagree_are_told(world2: World, tmp_path: Path) -> None:
         assert f"{act.__name__}: ranks disagree on optimizer: rank 0 has False, rank 1 has True" in text
 
 
-def bad_arguments(path: str) -> list[str]:
+@on_ranks(2)
+def test_bad_arguments_are_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
     model = fully_shard(nn.Linear(2, 2))
-    return [
-        refusal(save_checkpoint, path, model, model),
-        refusal(save_checkpoint, path, model, shared={1: 2}),
-        refusal(save_checkpoint, path, model, shared=[1]),
-        refusal(save_checkpoint, path, model, keep=0),
-        refusal(load_checkpoint, path, model, "SGD"),
-        refusal(save_checkpoint, f"{os.path.dirname(path)}/.hidden", model),
-        refusal(save_checkpoint, path + "x", model, keep=1),
-    ]
-
-
-def test_bad_arguments_are_told(world2: World, tmp_path: Path) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(bad_arguments, str(tmp_path / "step-1")))).replace(str(tmp_path), "RUN"),
+        "\n".join(
+            [
+                refusal(save_checkpoint, path, model, model),
+                refusal(save_checkpoint, path, model, shared={1: 2}),
+                refusal(save_checkpoint, path, model, shared=[1]),
+                refusal(save_checkpoint, path, model, keep=0),
+                refusal(load_checkpoint, path, model, "SGD"),
+                refusal(save_checkpoint, f"{os.path.dirname(path)}/.hidden", model),
+                refusal(save_checkpoint, path + "x", model, keep=1),
+            ]
+        ).replace(str(tmp_path), "RUN"),
         """\
 TypeError: optimizer is a Linear; pass a torch.optim.Optimizer, or a list of them
 TypeError: shared is to be a dict with names as keys, not {1: 2}
@@ -742,14 +723,11 @@ ValueError: save_checkpoint: keep=1 of step-1x: keep counts from 1, and needs na
 
 
 class NotWritten:
-    """Nobody can send it to another rank."""
-
     def __reduce__(self) -> Any:
         raise TypeError("this stays here")
 
 
 def on_one_rank_alone(path: str) -> list[str]:
-    """Rank 1 alone passes something else than rank 0."""
     model = fully_shard(nn.Linear(2, 2))
     save_checkpoint(path, model, keep=3)
     alone = dist.get_rank() == 1
@@ -826,13 +804,10 @@ class Several(torch.optim.SGD):
             self.param_groups[0]["mine"] = NotWritten()
 
 
-def with_groups_that_stay(path: str) -> str:
+@on_ranks(2)
+def test_param_groups_that_cannot_travel_are_told_by_all_ranks(tmp_path: Path) -> None:
     model = nn.Sequential(OrderedDict({f"stage{dist.get_rank()}": nn.Linear(2, 2)}))
-    return refusal(save_checkpoint, path, model, Several(model.parameters()))
-
-
-def test_param_groups_that_cannot_travel_are_told_by_all_ranks(world2: World, tmp_path: Path) -> None:
-    text = alike(world2.run(with_groups_that_stay, str(tmp_path / "x")))
+    text = refusal(save_checkpoint, str(tmp_path / "x"), model, Several(model.parameters()))
     assert text == "TypeError: rank 1: this stays here"
 
 

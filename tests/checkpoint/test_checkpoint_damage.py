@@ -30,7 +30,6 @@ from shardwise.state import EMA
 
 
 def saved(path: str, by_torch: bool) -> None:
-    """A run of two steps, as this library or as torch's recipe writes it."""
     run = Run(path=path)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
@@ -75,7 +74,6 @@ def spoilt(content: bytes, draw: random.Random) -> tuple[int, bytes]:
 
 
 def key_at(index: Metadata, file: str, at: int) -> str:
-    """Which record the byte is in."""
     for each, info in index.storage_data.items():
         if info.relative_path == file and info.offset <= at < info.offset + info.length:
             return each.fqn
@@ -176,7 +174,6 @@ def test_ranks_say_the_same_and_each_verifies_what_it_reads(
 
 
 def loads_unverified(path: str) -> bool:
-    """Whether a flipped bit comes through."""
     target = Target(Path(path))
     load_checkpoint(path, target.model, target.optimizer, verify=False)
     damaged = everything(target.model, target.optimizer)["outlet.weight"]

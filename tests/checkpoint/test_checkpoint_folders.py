@@ -206,7 +206,6 @@ def test_more_files_than_are_kept_open(world2: World, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dead_token() -> str:
-    """Of a process that has ended."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as processes:
         return processes.submit(folders.new_token).result()
 
@@ -304,7 +303,6 @@ def test_a_failed_save_to_disks_of_hosts_leaves_nothing(world2: World, tmp_path:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may read everything."""
     was = os.geteuid()
     if was == 0:
         os.seteuid(65534)

@@ -20,8 +20,6 @@ from shardwise import fully_shard, load_checkpoint, save_checkpoint
 
 
 class Kind(OptimizerByName):
-    """One of those to be tested."""
-
     @property
     def atol(self) -> float:
         """Muon orthogonalises in bfloat16, where the order of sums shows."""
@@ -38,8 +36,6 @@ class Kind(OptimizerByName):
 
 
 class Matrices(nn.Module):
-    """For Muon, which takes matrices only."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 7, bias=False), nn.Linear(7, 3, bias=False)

@@ -23,6 +23,7 @@ from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -32,8 +33,6 @@ from shardwise.state import save_safetensors
 
 
 class Attack:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -68,7 +67,6 @@ def rewritten(path: Path, edit: Callable[[Metadata], Any]) -> None:
 
 
 def refused(path: Path, **options: Any) -> str:
-    """How it is refused; the model has not changed."""
     model = nn.Linear(4, 4)
     before = model.weight.clone()
     text = refusal(load_checkpoint, path, model, **options)
@@ -124,8 +122,6 @@ class ByNames(pickle.Pickler):
 
 
 class OfSize:
-    """Asks for an attribute of what an index may name."""
-
     def __reduce__(self) -> Any:
         return getattr, (torch.Size, "numel")
 
@@ -197,8 +193,6 @@ def test_an_index_of_other_types_is_refused(tmp_path: Path, what: str) -> None:
 
 
 class Stateful(nn.Linear):
-    """Has a state of a class that torch does not know."""
-
     def get_extra_state(self) -> Any:
         return Path("of the module")
 
@@ -285,11 +279,8 @@ def test_nothing_is_said_of_what_is_read_without_trust(tmp_path: Path) -> None:
     assert repr(loaded.shared) == repr(loaded.per_rank) == repr(values)
 
 
-def saved_with_warnings_as_errors(path: str) -> str:
+@on_ranks(2)
+def test_a_warning_of_one_rank_that_is_an_error_is_one_on_all(tmp_path: Path) -> None:
     values = {"numpy": np.zeros(1)} if dist.get_rank() == 1 else {}
-    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)), per_rank=values)
-
-
-def test_a_warning_of_one_rank_that_is_an_error_is_one_on_all(world2: World, tmp_path: Path) -> None:
-    told = alike(world2.run(saved_with_warnings_as_errors, str(tmp_path / "x")))
+    told = refusal(save_checkpoint, str(tmp_path / "x"), fully_shard(nn.Linear(2, 2)), per_rank=values)
     assert "rank 1: UserWarning: save_checkpoint: per_rank.1.numpy (" in told

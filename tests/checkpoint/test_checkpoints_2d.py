@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpointing import Pair, everything
 from comparing import assert_equal
-from harness import World
 from meshed import device_mesh
+from on_ranks import on_ranks
 from reference import adamw
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -30,24 +30,6 @@ def built(shape: tuple[int, int, int], seed: int, hidden: int) -> tuple[nn.Modul
     return model, adamw(model)
 
 
-def saved_and_loaded(
-    path: str, first: tuple[int, int, int], second: tuple[int, int, int], hidden: int
-) -> None:
-    """What was saved is what another model loads."""
-    model, optimizer = built(first, 1, hidden)
-    model(torch.ones(2, 6)).square().mean().backward()
-    optimizer.step()
-    state, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=path)
-
-    other, fresh = built(second, 2, hidden)
-    state, optim = get_state_dict(other, fresh)
-    loaded = {"model": state, "optimizer": optim}
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert_equal(everything(other, fresh), everything(model, optimizer))
-
-
 BOTH = (1, 2, 2)
 SHAPES = [BOTH, (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
 
@@ -66,7 +48,20 @@ SHAPES = [BOTH, (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
     ],
     ids=str,
 )
+@on_ranks(4)
 def test_a_checkpoint_of_any_mesh_is_loaded_by_any_other(
-    world4: World, tmp_path: Path, first: tuple[int, int, int], second: tuple[int, int, int], hidden: int
+    tmp_path: Path, first: tuple[int, int, int], second: tuple[int, int, int], hidden: int
 ) -> None:
-    world4.run(saved_and_loaded, str(tmp_path / "checkpoint"), first, second, hidden)
+    path = str(tmp_path / "checkpoint")
+    model, optimizer = built(first, 1, hidden)
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=path)
+
+    other, fresh = built(second, 2, hidden)
+    state, optim = get_state_dict(other, fresh)
+    loaded = {"model": state, "optimizer": optim}
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert_equal(everything(other, fresh), everything(model, optimizer))

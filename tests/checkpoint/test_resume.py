@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from models import built, random_batch, shard_tower, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, full, mean_of_squares
 from torch import nn
 
@@ -36,7 +37,6 @@ def values(model: nn.Module) -> dict[str, Any]:
 
 
 def job(folder: str, last_step: int, **save: Any) -> Any:
-    """A job that resumes, trains until `last_step`, and saves every second step."""
     model = built(uneven_tower)
     shard_tower(model)
     optimizer, ema = adamw(model), EMA(model)
@@ -54,7 +54,6 @@ def job(folder: str, last_step: int, **save: Any) -> Any:
 
 
 def test_a_job_that_is_started_again_goes_on(world2: World, world3: World, tmp_path: Path) -> None:
-    """From step 12, not from 8, which a sort of the names would choose; weights as if nothing had happened."""
     plain = built(uneven_tower)
     train(plain, adamw(plain), None, range(14))
     for got in world2.run(job, str(tmp_path / "run"), 12):
@@ -75,34 +74,31 @@ def test_states_come_back(world2: World, tmp_path: Path) -> None:
             assert torch.equal(got[4][name], average)
 
 
-def resumes_what_is_being_saved(folder: str) -> tuple[int, bool]:
+@on_ranks(2)
+def test_a_save_beside_training_is_over_before(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = built(uneven_tower)
     shard_tower(model)
     save_checkpoint(f"{folder}/step-1", model, shared={"step": 1}, asynchronous=True)
     loaded = resume(folder, model)
-    return loaded.step, latest_checkpoint(folder) == loaded.path
+    assert (loaded.step, latest_checkpoint(folder) == loaded.path) == (1, True)
 
 
-def test_a_save_beside_training_is_over_before(world2: World, tmp_path: Path) -> None:
-    assert world2.run(resumes_what_is_being_saved, str(tmp_path)) == [(1, True)] * 2
-
-
-def looks(folder: str) -> tuple[int, int]:
-    """How often this rank has looked into the folder, and where it resumed."""
+@on_ranks(3)
+def test_only_the_first_rank_looks(tmp_path: Path) -> None:
+    """Hosts may see old states of a file system that they share."""
+    folder = str(tmp_path)
     model = built(uneven_tower)
     shard_tower(model)
     save_checkpoint(f"{folder}/step-1", model, shared={"step": 1})
     with mock.patch.object(folders, "complete_in", wraps=folders.complete_in) as complete:
         step = resume(folder, model).step
-    return complete.call_count, step
+    assert (complete.call_count, step) == [(1, 1), (0, 1), (0, 1)][dist.get_rank()]
 
 
-def test_only_the_first_rank_looks(world3: World, tmp_path: Path) -> None:
-    """Hosts may see old states of a file system that they share."""
-    assert world3.run(looks, str(tmp_path)) == [(1, 1), (0, 1), (0, 1)]
-
-
-def told_on_nothing(folder: str) -> list[str]:
+@on_ranks(2)
+def test_the_first_rank_logs_what_was_found(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage().replace(folder, "RUN"))  # type: ignore[method-assign]
@@ -116,14 +112,7 @@ def told_on_nothing(folder: str) -> list[str]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return records
-
-
-def test_the_first_rank_logs_what_was_found(world2: World, tmp_path: Path) -> None:
-    assert world2.run(told_on_nothing, str(tmp_path)) == [
-        ["resume: no checkpoint in RUN", "resume: RUN/step-1"],
-        [],
-    ]
+    assert records == ([] if dist.get_rank() else ["resume: no checkpoint in RUN", "resume: RUN/step-1"])
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -139,24 +128,22 @@ def test_the_step_has_to_be_saved(tmp_path: Path) -> None:
     )
 
 
-def refused(folder: str) -> list[str]:
+@on_ranks(2)
+def test_bad_input_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = nn.Linear(2, 2)
     save_checkpoint(f"{folder}/step-1", model)
-    return [
-        refusal(resume, f"{folder}/step-1", model).replace(folder, "RUN"),
-        refusal(resume, None, model),
-        refusal(resume, f"{folder}/nothing", model, states={"ema": 1}),
-        refusal(resume, f"{folder}/nothing", model, strict=1),
-        refusal(resume, f"{folder}/of-rank-{dist.get_rank()}", model).replace(folder, "RUN"),
-        refusal(resume, folder, nn.Linear(3, 2)).replace(folder, "RUN"),
-    ]
-
-
-def test_bad_input_is_refused_on_all_ranks(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(refused, str(tmp_path))
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(
+            [
+                refusal(resume, f"{folder}/step-1", model).replace(folder, "RUN"),
+                refusal(resume, None, model),
+                refusal(resume, f"{folder}/nothing", model, states={"ema": 1}),
+                refusal(resume, f"{folder}/nothing", model, strict=1),
+                refusal(resume, f"{folder}/of-rank-{dist.get_rank()}", model).replace(folder, "RUN"),
+                refusal(resume, folder, nn.Linear(3, 2)).replace(folder, "RUN"),
+            ]
+        ),
         """\
 ValueError: resume: RUN/step-1 is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to resume.
 TypeError: resume: directory is None; pass a folder of checkpoints, as a str or a Path.

@@ -66,11 +66,7 @@ class Way:
             set_optimizer_state_dict(model, optimizer, states[1], options=options)
         else:
             set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=states[0],
-                optim_state_dict=states[1],
-                options=options,
+                model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
             )
 
 
@@ -159,7 +155,9 @@ def test_a_run_goes_on(world: World, kind: str, way: str) -> None:
 # --- options of one side --------------------------------------------------------------------------
 
 
-def without_what_is_frozen(run: Run) -> tuple[set[str], dict[str, Any], Tensor]:
+@on_ranks(2)
+def test_frozen_parameters_may_be_left_out() -> None:
+    run = Run(Net)
     model, optimizer = half(run)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     states = get_state_dict(model, optimizer, options=options)
@@ -173,13 +171,9 @@ def without_what_is_frozen(run: Run) -> tuple[set[str], dict[str, Any], Tensor]:
         assert torch.equal(everything(fresh, fresh_optimizer)["inlet.bias"], frozen)
         fresh.inlet.bias.copy_(model.inlet.bias)
     run.train(fresh, fresh_optimizer, HALF)
-    return left_out, everything(fresh, fresh_optimizer)
-
-
-def test_frozen_parameters_may_be_left_out(world2: World) -> None:
-    for left_out, got in world2.run(without_what_is_frozen, Run(Net)):
-        assert left_out == {"inlet.bias"}
-        assert_all_same([got], uninterrupted(Run(Net)), ATOL)
+    got = everything(fresh, fresh_optimizer)
+    assert left_out == {"inlet.bias"}
+    assert_all_same([got], uninterrupted(Run(Net)), ATOL)
 
 
 @pytest.mark.parametrize("keeps_prefixes", [True, False])
@@ -300,8 +294,11 @@ def test_torch_cannot_set_full_and_flat_states(is_sharded: bool) -> None:
         set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
-def calls_of_broadcast(is_sharded: bool) -> int:
-    """How often this rank asks for what rank 0 has; it is not told, so that nobody waits."""
+@pytest.mark.parametrize("is_sharded", [True, False])
+@on_ranks(2)
+def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(is_sharded: bool) -> None:
+    """Such a rank leaves the model out, and rank 0 waits for it."""
+    # How often this rank asks for what rank 0 has: it is not told, so that nobody waits.
     model, optimizer = run_of(is_sharded).start(1)
     way = Way(FULL | OFFLOAD, FULL | OFFLOAD | FROM_RANK_0)
     states = way.get(model, optimizer)
@@ -311,15 +308,7 @@ def calls_of_broadcast(is_sharded: bool) -> int:
         mock.patch(f"{module}._broadcast_state_dict") as asks,
     ):
         way.set(model, optimizer, states)
-    return asks.call_count
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(
-    world2: World, is_sharded: bool
-) -> None:
-    """Such a rank leaves the model out, and rank 0 waits for it."""
-    assert world2.run(calls_of_broadcast, is_sharded) == [1, 0]
+    assert asks.call_count == [1, 0][dist.get_rank()]
 
 
 @on_ranks(2)
@@ -332,8 +321,10 @@ def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps() -> None:
     assert [type(each) for each in kept] == [Tensor, DTensor]
 
 
-def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
-    """Full states that rank 0 alone has."""
+@pytest.mark.parametrize(("build", "reader"), [(Net, "ours"), (Tied, "ours"), (Net, "torch's")])
+@on_ranks(2)
+def test_our_loaders_take_full_states_of_either(build: type[nn.Module], reader: str) -> None:
+    run = Run(build)
     model, optimizer = half(run)
     if reader == "ours":
         states = full_state_dict(model, optimizer)
@@ -344,10 +335,4 @@ def loaded_by_ours(run: Run, reader: str) -> dict[str, Any]:
     load_full_state_dict(fresh, model_state)
     load_full_optimizer_state_dict(fresh, fresh_optimizer, optimizer_state)
     run.train(fresh, fresh_optimizer, HALF)
-    return everything(fresh, fresh_optimizer)
-
-
-@pytest.mark.parametrize(("build", "reader"), [(Net, "ours"), (Tied, "ours"), (Net, "torch's")])
-def test_our_loaders_take_full_states_of_either(world2: World, build: type[nn.Module], reader: str) -> None:
-    run = Run(build)
-    assert_all_same(world2.run(loaded_by_ours, run, reader), uninterrupted(run), ATOL)
+    assert_all_same([everything(fresh, fresh_optimizer)], uninterrupted(run), ATOL)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from lending import lent_buffers
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -101,7 +102,9 @@ def part_of(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
     return tensor.narrow(dim, start, end - start)
 
 
-def all_gather_everything() -> None:
+@all_worlds
+@on_ranks()
+def test_every_rank_all_gathers_every_parameter() -> None:
     expected = full_values(0)
     for limit, comm in product(LIMITS, communicators()):
         layout = layout_of(limit)
@@ -117,11 +120,6 @@ def all_gather_everything() -> None:
             assert not lent.out
             for slot, value in zip(layout.slots, expected, strict=True):
                 assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), limit, slot)
-
-
-@all_worlds
-def test_every_rank_all_gathers_every_parameter(world: World) -> None:
-    world.run(all_gather_everything)
 
 
 def reduce_everything(missing: int | None, divisor: float) -> None:
@@ -298,8 +296,8 @@ def test_storage_of_its_own_is_made_on_any_device(monkeypatch: pytest.MonkeyPatc
     assert own.untyped_storage().nbytes() == 8
 
 
-def messages_beside_ours() -> tuple[float, bool]:
-    """The caller's own point-to-point messages must not meet those of an all-gather in flight."""
+@on_ranks(2)
+def test_the_callers_own_messages_do_not_mix_with_an_all_gather() -> None:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     layout = planned([((4,), torch.float32, 0)], 2, 0)
     shard = FlatShard(layout, rank, CPU)
@@ -313,14 +311,13 @@ def messages_beside_ours() -> tuple[float, bool]:
     work.wait()
     finish()
     full = gathered.unsharded_tensor(layout.slots[0])
-    return theirs[0].item(), torch.equal(full, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert theirs[0].item() == 11.0 - dist.get_rank()
+    assert torch.equal(full, torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
-def test_the_callers_own_messages_do_not_mix_with_an_all_gather(world2: World) -> None:
-    assert world2.run(messages_beside_ours) == [(11.0, True), (10.0, True)]
-
-
-def norms_of_equal_size(padded_first: bool) -> float:
+@pytest.mark.parametrize("padded_first", [True, False])
+@on_ranks(2)
+def test_layouts_of_equal_sizes_share_a_buffer_but_not_its_views(padded_first: bool) -> None:
     """One packs a chunk of 16 bytes and 16 bytes of padding, the other two chunks of 16 bytes."""
     padded, of_two = nn.RMSNorm(8), nn.LayerNorm(8)
     for number, param in enumerate([padded.weight, of_two.weight, of_two.bias], 1):
@@ -331,9 +328,4 @@ def norms_of_equal_size(padded_first: bool) -> float:
     fully_shard(padded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     fully_shard(of_two)
     fully_shard(model)
-    return (model(x) - expected).abs().max().item()
-
-
-@pytest.mark.parametrize("padded_first", [True, False])
-def test_layouts_of_equal_sizes_share_a_buffer_but_not_its_views(world2: World, padded_first: bool) -> None:
-    assert world2.run(norms_of_equal_size, padded_first) == [0.0, 0.0]
+    assert (model(x) - expected).abs().max().item() == 0.0

@@ -14,7 +14,18 @@ import torch.distributed as dist
 from custom_comms import AllGather, Comm, Comms, ReduceScatter
 from failure_models import Failure, fragile_tower
 from harness import World
-from models import built, even_tower, language_model, next_token_loss, random_batch, token_batch, uneven_tower
+from meshed import outcome
+from models import (
+    built,
+    even_tower,
+    language_model,
+    next_token_loss,
+    random_batch,
+    shard_tower,
+    token_batch,
+    uneven_tower,
+)
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import SHARDED, Calling, assert_says, refusal, sharded_tower, tower
 from scenario import Side, same_as_plain
@@ -60,7 +71,6 @@ def test_custom_collectives_carry_the_groups_they_were_set_on(
 
 
 def numel(model: nn.Module, names: list[str] | None) -> int:
-    """Of all parameters in the groups of these names, which are blocks."""
     modules = [model] if names is None else [model.get_submodule(name) for name in names]
     return sum(param.numel() for module in modules for param in module.parameters())
 
@@ -273,7 +283,8 @@ def test_reductions_get_a_group_of_their_own_and_give_it_back(world2: World) -> 
         assert gathers == reductions
 
 
-def event_is_let_go() -> list[bool]:
+@on_ranks(1)
+def test_an_event_is_kept_until_the_next_forward_and_no_longer() -> None:
     """The root waits for an event once, at its next forward."""
     model = sharded_tower()
     model(random_batch(0, 4)).sum().backward()
@@ -283,11 +294,7 @@ def event_is_let_go() -> list[bool]:
     del event
     before = alive() is not None
     model(random_batch(0, 4)).sum().backward()
-    return [before, alive() is not None]
-
-
-def test_an_event_is_kept_until_the_next_forward_and_no_longer(world1: World) -> None:
-    assert world1.run(event_is_let_go) == [[True, False]]
+    assert [before, alive() is not None] == [True, False]
 
 
 # --- weights that backward does not need ----------------------------------------------------------
@@ -339,22 +346,12 @@ def test_a_root_need_not_be_unsharded_for_a_loss_inside(side: Side) -> None:
             gathers.calls.clear()
 
 
-def backward_without_its_weights() -> str:
-    model = built(even_tower)
-    for block in model.blocks:
-        shardwise.fully_shard(block, reshard_after_forward=True)
-    shardwise.fully_shard(model)
+@on_ranks(2)
+def test_weights_that_backward_needs_after_all_are_an_error() -> None:
+    model = shard_tower(built(even_tower), reshard_after_forward=True)
     model.blocks[1].set_unshard_in_backward(False)
-    try:
-        model(random_batch(0, 4)).sum().backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-def test_weights_that_backward_needs_after_all_are_an_error(world2: World) -> None:
-    for text in world2.run(backward_without_its_weights):
-        assert_says(text, "RuntimeError", "modified by an inplace operation")
+    text = outcome(lambda: model(random_batch(0, 4)).sum().backward())
+    assert_says(text, "RuntimeError", "modified by an inplace operation")
 
 
 # --- several roots, and starting over -------------------------------------------------------------
@@ -419,8 +416,6 @@ def test_iteration_state_may_be_reset_at_any_time(side: Side, after: str | None)
 
 
 class OnlyCalls:
-    """Has no allocate."""
-
     def __call__(self, *args: Any) -> None: ...
 
 
@@ -477,8 +472,7 @@ def memory_after_custom(model: Any, setter: str, comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setter", "comm"),
-    [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)],
+    ("setter", "comm"), [("set_custom_all_gather", AllGather), ("set_custom_reduce_scatter", ReduceScatter)]
 )
 def test_a_custom_collective_stays_where_memory_of_the_group_is_asked_for(
     world1: World, setter: str, comm: Any

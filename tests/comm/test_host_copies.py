@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from harness import World
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import adamw
 from scenario import Side, same_as_plain
 from simulated_device import Device, Event, Stream, install, streams_on_the_host
@@ -22,8 +22,6 @@ CUDA = torch.device("cuda")
 
 
 class Counting(Stream):
-    """Its events have numbers."""
-
     def __init__(self, name: str, device: Device) -> None:
         super().__init__(name, device)
         self.numbers = count(1)
@@ -46,7 +44,6 @@ class Copied:
 
 
 def gather_of(stream: DeviceStream, number: int, copies: int = 1) -> CommWork:
-    """A gather of what is copied from the host for it."""
     log = stream._stream.device.log
 
     def copy() -> Copied:
@@ -173,8 +170,9 @@ def test_shards_that_are_copied_in_train(side: Side, reshard: bool) -> None:
         side.steps(model, adamw(model), range(3))
 
 
-def waits_of_the_host(acts: str) -> list[str]:
-    """What the host waits for in a forward and what comes after it, from the second step on."""
+@pytest.mark.parametrize("acts", ["evaluation", "training", "a forward alone"])
+@on_ranks(2)
+def test_the_host_waits_for_copies_before_the_caller_may_edit_shards(acts: str) -> None:
     torch.manual_seed(0)
     with offloaded() as simulated:
         model = Side(is_sharded=True).shard_tower(even_tower())
@@ -190,13 +188,7 @@ def waits_of_the_host(acts: str) -> list[str]:
             simulated.log.append("-- the caller may edit shards")
             if acts == "training":
                 loss.backward()
-    return [line for line in simulated.log if line.startswith(("the host", "--", "copies waits"))]
-
-
-@pytest.mark.parametrize("acts", ["evaluation", "training", "a forward alone"])
-def test_the_host_waits_for_copies_before_the_caller_may_edit_shards(world2: World, acts: str) -> None:
-    first, second = world2.run(waits_of_the_host, acts)
-    assert first == second
+    first = [line for line in simulated.log if line.startswith(("the host", "--", "copies waits"))]
     edit = first.index("-- the caller may edit shards") if acts != "evaluation" else len(first)
     in_forward = [line for line in first[:edit] if line.startswith("the host")]
     assert in_forward == ["the host waits for the event of copies"]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from expecttest import assert_expected_inline
-from harness import World
 from models import built, even_tower, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw
 from scenario import Side, same_as_plain
 from torch import Tensor
@@ -120,8 +120,9 @@ def test_groups_all_gather_in_place_in_symmetric_memory(side: Side, make: Any) -
     assert set(found) == {"in place"}, found
 
 
-def calls_of_first_steps() -> list[str]:
-    """The calls of torch's module in two steps of three equal blocks."""
+@on_ranks(2)
+def test_the_back_end_is_chosen_the_communicator_made_and_equal_blocks_take_turns() -> None:
+    """One buffer, and on the host, where the next all-gather begins before this one has ended, one more."""
     torch.manual_seed(0)
     model: Any = even_tower()
     with symmetric_memory() as memory:
@@ -132,15 +133,8 @@ def calls_of_first_steps() -> list[str]:
         for _ in range(2):
             model(torch.randn(4, 8)).sum().backward()
     SymmetricMemoryPool._kept.clear()
-    return memory.log
-
-
-def test_the_back_end_is_chosen_the_communicator_made_and_equal_blocks_take_turns(world2: World) -> None:
-    """One buffer, and on the host, where the next all-gather begins before this one has ended, one more."""
-    first, second = world2.run(calls_of_first_steps)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(memory.log),
         """\
 set_backend NCCL
 empty (1184,)
@@ -150,30 +144,23 @@ rendezvous of 1184""",
     )
 
 
-def buffer_of_a_new_process_group() -> list[str]:
+@on_ranks(2)
+def test_a_new_process_group_has_its_communicator_before_the_rendezvous() -> None:
     """No collective has run in it yet."""
     cpu = torch.device("cpu")
     with symmetric_memory() as memory:
         c10d.choose_symmetric_memory_of_nccl(cpu)
         c10d.symmetric_buffer(dist.new_group(), 64, cpu)
-    return memory.log
+    assert memory.log == ["set_backend NCCL", "empty (64,)", "rendezvous of 64"]
 
 
-def test_a_new_process_group_has_its_communicator_before_the_rendezvous(world2: World) -> None:
-    for log in world2.run(buffer_of_a_new_process_group):
-        assert log == ["set_backend NCCL", "empty (64,)", "rendezvous of 64"]
-
-
-def error_where_another_back_end_has_allocated() -> str:
+@on_ranks(1)
+def test_a_back_end_that_was_chosen_before_is_named() -> None:
     model: Any = even_tower()
     fully_shard(model)
     with symmetric_memory(others_backend="CUDA"), pytest.raises(RuntimeError) as caught:
         use_symmetric_memory(model, "set_symm_mem_for_comm")
-    return str(caught.value)
-
-
-def test_a_back_end_that_was_chosen_before_is_named(world1: World) -> None:
-    (text,) = world1.run(error_where_another_back_end_has_allocated)
+    text = str(caught.value)
     assert_expected_inline(
         text,
         """\

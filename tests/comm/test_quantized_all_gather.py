@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import World
 from models import OddModel, built, even_tower, random_batch, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from sent_bytes import counting_bytes
@@ -48,7 +49,6 @@ def record_weights(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def weights_seen(make: Any, strategy: str, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What forward sees, and the exact values."""
     model = built(make)
     exact = {name: param.detach().clone() for name, param in model.named_parameters()}
     shard_as(model, strategy, **({"comm_policy": quantized()} | options))
@@ -137,13 +137,10 @@ def test_under_mixed_precision_what_is_computed_with_is_rounded_to_its_dtype(wor
         assert ((seen.float() - exact).abs() <= bound).all()
 
 
-def kept_alone() -> bool:
+@on_ranks(3)
+def test_what_does_not_travel_is_exact() -> None:
     seen, exact = weights_seen(uneven_tower, "ddp")
-    return all(torch.equal(seen[name], exact[name]) for name in exact)
-
-
-def test_what_does_not_travel_is_exact(world3: World) -> None:
-    assert all(world3.run(kept_alone))
+    assert all(torch.equal(seen[name], exact[name]) for name in exact)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -222,7 +219,8 @@ def test_training_arrives_where_exact_training_does(world2: World, dtype: Any) -
     assert_arrives(world2.run(regression_with_quantized_all_gathers, dtype), rel=0.1)
 
 
-def copies_agree() -> bool:
+@on_ranks(2)
+def test_a_copy_gathers_as_the_original_does() -> None:
     model = built(uneven_tower)
     shard_as(model, "zero3", comm_policy=quantized())
     model(random_batch(0, 4, 7)).sum().backward()
@@ -232,12 +230,9 @@ def copies_agree() -> bool:
         outputs = [each(random_batch(1, 4, 7)) for each in (model, copied)]
         exact = built(uneven_tower)(random_batch(1, 4, 7))
     pairs = zip(seen, seen_of_copy, strict=True)
-    same = all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
-    return same and torch.equal(*outputs) and not torch.equal(outputs[0], exact)
-
-
-def test_a_copy_gathers_as_the_original_does(world2: World) -> None:
-    assert world2.run(copies_agree) == [True, True]
+    assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], exact)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -291,30 +286,23 @@ class Flags(nn.Module):
         return (x @ self.weight.t()).sum() * self.counts.sum() + self.mask.sum() + self.empty.sum()
 
 
-def flags_seen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@on_ranks(2, 4)
+def test_integers_and_flags_are_exact() -> None:
     model = built(Flags)
     exact = {f".{name}": param.detach().clone() for name, param in model.named_parameters()}
     fully_shard(model, comm_policy=quantized())
     seen = record_weights(model)
     model(random_batch(0, 4)).backward()
-    return seen[0], exact
-
-
-@pytest.mark.parametrize("world", [2, 4], indirect=True)
-def test_integers_and_flags_are_exact(world: World) -> None:
-    for seen, exact in world.run(flags_seen):
-        for name in (".counts", ".mask", ".empty"):
-            assert torch.equal(seen[name], exact[name])
-            assert seen[name].dtype == exact[name].dtype
-        assert seen[".single"].isfinite().all()
+    found = seen[0]
+    for name in (".counts", ".mask", ".empty"):
+        assert torch.equal(found[name], exact[name])
+        assert found[name].dtype == exact[name].dtype
+    assert found[".single"].isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_stays_visible(world2: World, value: float) -> None:
-    assert world2.run(forward_with_a_bad_weight, value) == [False, False]
-
-
-def forward_with_a_bad_weight(value: float) -> bool:
+@on_ranks(2)
+def test_a_weight_that_is_not_finite_stays_visible(value: float) -> None:
     model = built(even_tower)
     model.blocks[1].up.weight.data[3, 3] = value
     shard_as(model, "zero3", comm_policy=quantized())
@@ -322,7 +310,7 @@ def forward_with_a_bad_weight(value: float) -> bool:
     with torch.no_grad():
         model(random_batch(0, 4))
     values = {name: weight for each in seen for name, weight in each.items()}
-    return bool(values["blocks.1.up.weight"].isfinite().all())
+    assert not bool(values["blocks.1.up.weight"].isfinite().all())
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -257,14 +257,11 @@ WIDE, NARROW = layout_of(torch.float64), layout_of(torch.float32)
 
 
 def tell(log: list[str], what: str, thing: Any) -> None:
-    """Write down when `thing` is freed."""
     weakref.finalize(thing, log.append, f"{what} are freed").atexit = False
 
 
 @pytest.fixture
 def replicas(log: list[str]) -> SecondStage:
-    """Others to sum over: the sums double."""
-
     def sum_up(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         log.append("sum over replicas starts")
         for tensor in tensors:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
+from on_ranks import on_ranks
 from simulated_device import streams_on_the_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,8 +34,6 @@ def stack(**options: Any) -> nn.Module:
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies that change the dtype, by the size of what they copy."""
-
     def __init__(self) -> None:
         super().__init__()
         self.numels: list[int] = []
@@ -45,22 +44,19 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def casts_of_an_all_gather() -> tuple[list[int], int]:
+@on_ranks(2)
+def test_an_all_gather_casts_the_flat_shard_once() -> None:
     model = stack(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model(torch.ones(2, 8))
     with Casts() as casts:
         model[0].unshard()
     model[0].reshard()
-    return casts.numels, memory_snapshot(model[0]).shard_bytes // 4
+    assert casts.numels == [(memory_snapshot(model[0]).shard_bytes // 4)]
 
 
-def test_an_all_gather_casts_the_flat_shard_once(world2: World) -> None:
-    for numels, shard in world2.run(casts_of_an_all_gather):
-        assert numels == [shard]
-
-
-def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
-    """Sizes of all-reduces of one backward, sizes of the groups' shards, and the order of events."""
+@on_ranks(2)
+def test_one_sum_over_replicas_a_group_and_two_reductions_at_a_time() -> None:
+    """So their memory does not pile up over layers."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = stack(mesh=mesh)
     events = events_of(model)
@@ -77,17 +73,11 @@ def sums_over_replicas() -> tuple[list[int], list[int], list[str]]:
     with mock.patch.object(dist, "all_reduce", counted):
         loss.backward()
     own = [memory_snapshot(block).shard_bytes // 4 for block in model]
-    return sizes, own, [e for e in events if e.startswith(("reduce", "sum"))]
-
-
-def test_one_sum_over_replicas_a_group_and_two_reductions_at_a_time(world2: World) -> None:
-    """So their memory does not pile up over layers."""
-    for sizes, own, events in world2.run(sums_over_replicas):
-        assert sizes == own[::-1]
-        # Where nothing is sharded, the sum over replicas begins when the group's gradients are complete.
-        assert_expected_inline(
-            "\n".join(events),
-            """\
+    assert sizes == own[::-1]
+    # Where nothing is sharded, the sum over replicas begins when the group's gradients are complete.
+    assert_expected_inline(
+        "\n".join(e for e in events if e.startswith(("reduce", "sum"))),
+        """\
 sum over replicas
 reduce 4
 sum over replicas
@@ -103,12 +93,10 @@ reduce 0
 reduced 2
 reduced 1
 reduced 0""",
-        )
+    )
 
 
 class Scaled(nn.Module):
-    """A layer and a scalar, which every rank keeps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.tensor(2.0))

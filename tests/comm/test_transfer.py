@@ -11,6 +11,7 @@ from harness import World
 from hypothesis import given
 from hypothesis import strategies as st
 from meshed import device_mesh
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torchs_box
@@ -84,7 +85,6 @@ PLACED: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]
 
 
 def placed(name: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A full tensor and it as a DTensor; the same on all ranks."""
     shape, placements, size = PLACED[name]
     mesh = device_mesh(shape, tuple(f"{name} {i}" for i in range(len(shape))))
     full = torch.arange(torch.Size(size).numel()).reshape(size).to(dtype)
@@ -100,7 +100,6 @@ def placed(name: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 
 def gathered_at(owner: int | None, staging_bytes: int, dtype: torch.dtype) -> list[str]:
-    """What is wrong with the full tensors of all of PLACED."""
     fulls, tensors = zip(*(placed(name, dtype) for name in PLACED), strict=True)
     found = gather_full(tensors, owner, staging_bytes=staging_bytes)
     wrong = []
@@ -115,12 +114,6 @@ def gathered_at(owner: int | None, staging_bytes: int, dtype: torch.dtype) -> li
             if local.numel() and got.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
                 wrong.append(f"{name}: shares its memory with the shard")
     return wrong
-
-
-def gathered_into_place(owner: int | None, dtype: torch.dtype) -> list[str]:
-    """As large tensors are: each by a message of its own, where it is its parts one behind the other."""
-    with mock.patch.object(full_tensors, "PACKED_BELOW", 0):
-        return gathered_at(owner, 1 << 20, dtype)
 
 
 @pytest.mark.parametrize(("owner", "dtype"), [(None, torch.bfloat16), (2, torch.bool)], ids=str)
@@ -138,22 +131,18 @@ def test_a_small_staging_buffer_takes_a_few_rows_at_a_time(
 
 
 @pytest.mark.parametrize(("owner", "dtype"), [(None, torch.int64), (1, torch.float32)], ids=str)
-def test_large_tensors_are_gathered_into_their_place(
-    world4: World, owner: int | None, dtype: torch.dtype
-) -> None:
-    assert world4.run(gathered_into_place, owner, dtype) == [[]] * 4
+@on_ranks(4)
+def test_large_tensors_are_gathered_into_their_place(owner: int | None, dtype: torch.dtype) -> None:
+    with mock.patch.object(full_tensors, "PACKED_BELOW", 0):
+        assert gathered_at(owner, 1 << 20, dtype) == []
 
 
-def takes_part(owner: int) -> bool:
-    """Whether this rank sends or receives anything for `owner`, of a tensor with copies."""
+@on_ranks(4)
+def test_only_the_replica_of_the_owner_takes_part() -> None:
     _, tensor = placed("hybrid")
     with mock.patch.object(full_tensors, "gather_to", wraps=full_tensors.gather_to) as gathered:
-        gather_full([tensor], owner)
-    return gathered.called
-
-
-def test_only_the_replica_of_the_owner_takes_part(world4: World) -> None:
-    assert world4.run(takes_part, 3) == [False, False, True, True]
+        gather_full([tensor], 3)
+    assert gathered.called == [False, False, True, True][dist.get_rank()]
 
 
 def gathered_with_all_allocations(name: str, owner: int | None, staging_bytes: int) -> int:
@@ -178,39 +167,33 @@ def test_memory_is_the_full_tensor_and_the_staging_buffer_and_the_owners_alone(
         assert FULL <= most <= FULL + 2 * STAGING
 
 
-def calls_for_many(count: int) -> int:
-    """How many collectives `count` small tensors take."""
+@on_ranks(2)
+def test_many_small_tensors_travel_together() -> None:
     mesh = device_mesh((2,), ("many",))
-    tensors = [distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]) for _ in range(count)]
+    tensors = [distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]) for _ in range(100)]
     with mock.patch.object(full_tensors, "make_communicator", wraps=full_tensors.make_communicator) as made:
         gather_full(tensors)
-    return made.call_count
+    assert made.call_count == 1
 
 
-def test_many_small_tensors_travel_together(world2: World) -> None:
-    assert world2.run(calls_for_many, 100) == [1, 1]
-
-
-def refused_partial() -> str:
-    mesh = device_mesh((2,), ("partial",))
-    with pytest.raises(ValueError, match="parts of a sum") as caught:
-        gather_full([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
-    return str(caught.value)
-
-
-def test_parts_of_a_sum_are_refused(world2: World) -> None:
+@on_ranks(2)
+def test_parts_of_a_sum_are_refused() -> None:
     told = (
         "a DTensor with placement P(sum) holds parts of a sum, which have no place in the full tensor. "
         "Redistribute it to Shard(...) or Replicate() first."
     )
-    assert world2.run(refused_partial) == [told] * 2
+    mesh = device_mesh((2,), ("partial",))
+    with pytest.raises(ValueError, match="parts of a sum") as caught:
+        gather_full([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
+    assert str(caught.value) == told
 
 
 # --- into DTensors --------------------------------------------------------------------------------
 
 
-def rewritten(stretch: int) -> list[str]:
-    """Write each of PLACED anew, some rows at a time; what is wrong."""
+@pytest.mark.parametrize("stretch", [2, 100])
+@on_ranks(4)
+def test_rows_come_to_the_ranks_that_hold_them(stretch: int) -> None:
     wrong = []
     for name in PLACED:
         full, tensor = placed(name)
@@ -224,9 +207,4 @@ def rewritten(stretch: int) -> list[str]:
             wrong.append(f"{name}: {tensor.to_local()}")
         if sharding_of(tensor).shape != tuple(full.shape):
             wrong.append(f"{name}: shape")
-    return wrong
-
-
-@pytest.mark.parametrize("stretch", [2, 100])
-def test_rows_come_to_the_ranks_that_hold_them(world4: World, stretch: int) -> None:
-    assert world4.run(rewritten, stretch) == [[]] * 4
+    assert wrong == []

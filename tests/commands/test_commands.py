@@ -52,7 +52,6 @@ python -m shardwise doctor: --timeout is 0; give seconds to wait.
 def test_of_several_ranks_the_first_prints(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second ends later, lest the first be ended before it has printed."""
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
     printed, status = {}, {}

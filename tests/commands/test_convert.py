@@ -19,7 +19,6 @@ from shardwise.state.model_files import FileJob
 
 
 def values() -> dict[str, Tensor]:
-    """Of the plain model that all checkpoints here hold."""
     return dict(built(uneven_tower).state_dict())
 
 
@@ -38,7 +37,6 @@ def files_in(folder: Path) -> dict[str, Tensor]:
 
 
 def save(path: Path, how: str) -> None:
-    """Runs on every rank."""
     model = built(uneven_tower)
     if how == "ours":
         shard_tower(model)
@@ -92,7 +90,6 @@ def test_files_are_as_large_and_of_the_dtype_that_is_asked_for(
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """Runs on every rank."""
     model = shard_tower(built(uneven_tower, seed=1))
     load_checkpoint(path, model)
     return {name: value.full_tensor() for name, value in model.state_dict().items()}

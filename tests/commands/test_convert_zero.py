@@ -57,7 +57,6 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def parts_of(value: Tensor) -> list[Tensor]:
-    """Equal parts for the ranks, padded at the end."""
     size = -(-value.numel() // WORLD)
     flat = torch.zeros(size * WORLD)
     flat[: value.numel()] = value.flatten()

@@ -32,14 +32,12 @@ AROUND = Surroundings(
 
 
 def steady(text: str) -> str:
-    """The table with figures and paths replaced."""
     text = re.sub(r"/\S*/(\w+)", r"/\1", text)
     text = re.sub(r"\d+(\.\d+)? (us|ms|GB/s|GB|s)\b", r"N \2", text)
     return "\n".join(re.sub(r"  +", "  ", line) for line in text.splitlines())
 
 
 def wrong(text: str) -> str:
-    """What is not well."""
     return "\n".join(line for line in steady(text).splitlines() if line.startswith(("wrong", "slow ")))
 
 
@@ -139,8 +137,7 @@ def test_a_folder_that_cannot_be_made_is_wrong(world2: Any, tmp_path: Path) -> N
     (status, text), (other, _) = world2.run(examined, "--folder", str(tmp_path / "runs" / "first"))
     assert (status, other) == (1, 1)
     assert_expected_inline(
-        wrong(text),
-        """wrong  folder /first  rank 0 cannot make it, as a save would: Not a directory.""",
+        wrong(text), """wrong  folder /first  rank 0 cannot make it, as a save would: Not a directory."""
     )
 
 
@@ -191,10 +188,7 @@ def hosts_are_told(*options: str) -> str:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            ("--mesh", "2x3"),
-            "ranks 0-3: --mesh holds 6 ranks, and the job has 4.",
-        ),
+        (("--mesh", "2x3"), "ranks 0-3: --mesh holds 6 ranks, and the job has 4."),
         (("--mesh", "4x1", "--names", "shard"), "the mesh has 2 dimensions. Give as many different --names."),
     ],
 )
@@ -210,7 +204,6 @@ def test_a_mesh_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def facts(*seconds: float, is_right: bool = True) -> list[dict[str, Any]]:
-    """Of two process groups of two ranks each."""
     return [
         {"ranks": ranks, "seconds": [1e-4, 1e-3, each], "is_right": is_right}
         for ranks, each in zip(([0, 2], [1, 3], [0, 2], [1, 3]), seconds, strict=True)

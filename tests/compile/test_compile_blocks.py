@@ -10,6 +10,7 @@ import torch._dynamo
 from dynamo import forget_graphs
 from harness import World
 from models import Tower, built, random_batch
+from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from test_compile_model import part
 from torch import Tensor, nn
@@ -22,8 +23,6 @@ HOWS = ["method before", "method after", "wrapper before", "wrapper after", "wra
 
 
 class Dropping(Tower):
-    """Trains and evaluates differently, in its blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
@@ -76,7 +75,7 @@ def nothing(model: nn.Module) -> None:
 
 
 EVENTS: list[Callable[[nn.Module], Any]] = [
-    *(nothing, nothing, keep, nothing, free, unshard, reshard, nn.Module.eval, nn.Module.train, nothing),
+    *(nothing, nothing, keep, nothing, free, unshard, reshard, nn.Module.eval, nn.Module.train, nothing)
 ]
 
 
@@ -159,7 +158,8 @@ def random_tower() -> Tower:
     return model
 
 
-def wrong_gradients_of_compiled_checkpoints() -> list[str]:
+@on_ranks(2, timeout=180)
+def test_a_compiled_checkpoint_of_a_sharded_block_draws_the_same_random_numbers_again() -> None:
     """Block and wrapper sharded, and the wrapper compiled, as Accelerate does with its regions."""
     forget_graphs()
     plain, model = random_tower(), random_tower()
@@ -175,8 +175,4 @@ def wrong_gradients_of_compiled_checkpoints() -> list[str]:
             mean_of_squares(each, random_batch(step, 4).double()).backward()
         gradients = zip(model.named_parameters(), plain.parameters(), strict=True)
         wrong += [n for (n, p), want in gradients if not torch.allclose(full(p.grad), want.grad, 0, 1e-10)]
-    return wrong
-
-
-def test_a_compiled_checkpoint_of_a_sharded_block_draws_the_same_random_numbers_again(world2: World) -> None:
-    assert world2.run(wrong_gradients_of_compiled_checkpoints, timeout=180) == [[], []]
+    assert wrong == []

@@ -31,6 +31,7 @@ from models import (
     token_batch,
     uneven_tower,
 )
+from on_ranks import on_ranks
 from reference import adamw, full, mean_of_squares
 from scenario import Side, assert_same
 from tensor_parallel import PLANS, Stack
@@ -49,7 +50,6 @@ by_how = pytest.mark.parametrize("how", ["module", pytest.param("function", mark
 
 
 def compiled(model: nn.Module, how: str, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
-    """`model`, compiled, with nothing left of what was compiled before."""
     forget_graphs()
     run = model if how == "module" else lambda x: model(x)
     return torch.compile(run, **({"fullgraph": True, "backend": backend} | options))
@@ -250,11 +250,7 @@ def tensor_parallel(how: str, plan: str, width: int, hidden: int) -> tuple[int, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plan", "sizes"),
-    [
-        ("module", "everything", (6, 10)),
-        ("function", "mlps", (8, 16)),
-        ("function", "sequences", (8, 16)),
-    ],
+    [("module", "everything", (6, 10)), ("function", "mlps", (8, 16)), ("function", "sequences", (8, 16))],
 )
 def test_parameters_of_tensor_parallel_modules_are_unsharded_in_a_graph(
     world4: World, how: str, plan: str, sizes: tuple[int, int]
@@ -394,20 +390,17 @@ def test_a_graph_is_compiled_again_only_where_gradients_are_switched(world2: Wor
     ]
 
 
-def run_with_sizes(dynamic: bool | None) -> tuple[int, list[str]]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
+@on_ranks(2, timeout=120)
+def test_batches_may_differ_in_size(dynamic: bool | None, graphs: int) -> None:
     plain = built(Tower, seed=0)
     model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, "function", dynamic=dynamic)
     for size in (8, 6, 4, 12):
         backward(plain, random_batch(0, size))
         backward(run, part(random_batch(0, size)))
-    return num_graphs(), wrong_gradients(model, plain, 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
-def test_batches_may_differ_in_size(world2: World, dynamic: bool | None, graphs: int) -> None:
-    assert world2.run(run_with_sizes, dynamic, timeout=120) == [(graphs, [])] * 2
+    assert (num_graphs(), wrong_gradients(model, plain, 1e-10)) == (graphs, [])
 
 
 # --- what a graph cannot do -----------------------------------------------------------------------
@@ -496,7 +489,9 @@ itself. Leave the context, or call reshard(), before the first compiled forward.
     )
 
 
-def accumulate_quietly(how: str) -> list[str]:
+@by_how
+@on_ranks(2, timeout=120)
+def test_without_fullgraph_what_a_graph_cannot_do_is_done_by_the_hooks(how: str) -> None:
     plain = built(Tower, seed=0)
     model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, how, fullgraph=False)
@@ -505,12 +500,7 @@ def accumulate_quietly(how: str) -> list[str]:
         backward(plain, inputs)
         with shardwise.no_sync(model) if quiet else nullcontext():
             backward(run, part(inputs))
-    return wrong_gradients(model, plain, 1e-10)
-
-
-@by_how
-def test_without_fullgraph_what_a_graph_cannot_do_is_done_by_the_hooks(world2: World, how: str) -> None:
-    assert world2.run(accumulate_quietly, how, timeout=120) == [[], []]
+    assert wrong_gradients(model, plain, 1e-10) == []
 
 
 def with_compiled_autograd(how: str) -> str | list[str]:
@@ -544,8 +534,8 @@ model(x))), not the model: its hooks are then in the graph, and none are left fo
 # --- blocks that are compiled on their own --------------------------------------------------------
 
 
-def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]:
-    """What happens in a third step, eager and with compiled blocks; graphs; wrong gradients."""
+@on_ranks(2, timeout=120)
+def test_blocks_that_are_compiled_gather_ahead_and_reduce_as_in_eager_runs() -> None:
     plain = built(Tower, seed=0)
     model = shard_tower(copy.deepcopy(plain))
     forget_graphs()
@@ -561,22 +551,18 @@ def events_with_compiled_blocks() -> tuple[list[str], list[str], int, list[str]]
             model.zero_grad()
             backward(plain, inputs)
             backward(model, part(inputs))
-    return events[2], events[-1], num_graphs(), wrong_gradients(model, plain, 1e-10)
-
-
-def test_blocks_that_are_compiled_gather_ahead_and_reduce_as_in_eager_runs(world2: World) -> None:
-    for eager, with_graphs, graphs, wrong in world2.run(events_with_compiled_blocks, timeout=120):
-        assert with_graphs == eager
-        assert "unshard blocks.1" in eager[: eager.index("forward blocks.0")]
-        assert (graphs, wrong) == (1, [])  # the blocks share their code
+    eager = events[2]
+    graphs = num_graphs()
+    wrong = wrong_gradients(model, plain, 1e-10)
+    assert events[-1] == eager
+    assert "unshard blocks.1" in eager[: eager.index("forward blocks.0")]
+    assert (graphs, wrong) == (1, [])  # the blocks share their code
 
 
 # --- what forwards do with their arguments --------------------------------------------------------
 
 
 class Collecting(nn.Module):
-    """Leaves something in a list and in a dict that it was given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -601,28 +587,22 @@ class WithLosses(nn.Module):
         return x + sum(losses) + sum(seen.values())
 
 
-def collect(dtype: torch.dtype) -> tuple[int, list[str], list[str]]:
-    precision = {"param_dtype": dtype, "cast_forward_inputs": True}
-    return compare_with_eager("function", WithLosses, precision=precision)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards(
-    world2: World, dtype: torch.dtype
-) -> None:
-    for graphs, unlike, wrong in world2.run(collect, dtype, timeout=120):
-        assert (graphs, unlike, wrong) == (1, [], [])
+@on_ranks(2, timeout=120)
+def test_what_a_forward_adds_to_containers_that_it_was_given_is_there_afterwards(dtype: torch.dtype) -> None:
+    precision = {"param_dtype": dtype, "cast_forward_inputs": True}
+    graphs, unlike, wrong = compare_with_eager("function", WithLosses, precision=precision)
+    assert (graphs, unlike, wrong) == (1, [], [])
 
 
 # --- between whom ---------------------------------------------------------------------------------
 
 
-def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
-    """By which process groups the collectives of a model's graphs go, and how many graphs there are.
-
-    Compiled before any eager step, and with the number of graphs after one.
-    """
+@pytest.mark.slow
+@by_how
+@on_ranks(2)
+def test_graphs_reduce_over_a_process_group_of_their_own_from_the_first_on(how: str) -> None:
     found: dict[str, set[str]] = {"all_gather_into_tensor": set(), "reduce_scatter_tensor": set()}
 
     def look(graph: Any, _inputs: Any) -> Any:
@@ -638,12 +618,5 @@ def process_groups_in_graphs(how: str) -> tuple[list[str], list[str], int]:
     for each in (run, model, run):
         each(random_batch(0, 4).float()).sum().backward()
     gathers, reductions = map(sorted, found.values())
-    return gathers, reductions, num_graphs()
-
-
-@pytest.mark.slow
-@by_how
-def test_graphs_reduce_over_a_process_group_of_their_own_from_the_first_on(world2: World, how: str) -> None:
-    for gathers, reductions, graphs in world2.run(process_groups_in_graphs, how):
-        assert (len(gathers), graphs) == (1, 1)
-        assert [name.startswith("shardwise_reduce") for name in reductions] == [True]
+    assert (len(gathers), num_graphs()) == (1, 1)
+    assert [name.startswith("shardwise_reduce") for name in reductions] == [True]

@@ -18,6 +18,7 @@ from dynamo import forget_graphs
 from events import events_of
 from harness import World
 from models import Tower, random_batch
+from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -44,8 +45,6 @@ forms = pytest.mark.parametrize("form", COMPILED)
 
 
 class NamedTower(Tower):
-    """With a method beside forward, and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("offset", torch.randn(8))
@@ -65,7 +64,6 @@ def compiled(module: nn.Module) -> Any:
 
 
 def sharded(form: str, model: nn.Module) -> Any:
-    """`model`, sharded by fully_shard and compiled."""
     forget_graphs()
     for index, block in enumerate(model.blocks):
         if form == "fully_shard(torch.compile(block))":
@@ -138,9 +136,15 @@ def test_a_compiled_model_trains_as_the_same_model_uncompiled(world2: World, for
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def round_trips(form: str, folder: str, is_flat: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
+@forms
+@on_ranks(2)
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
+    tmp_path: Path, form: str, is_flat: bool
+) -> None:
     """From a compiled model into a plain one and back; each goes on as the one before."""
-    path = Path(folder)
+    path = Path(str(tmp_path))
     kept: dict[str, Any] = {}
     for index, (saving, loading) in enumerate([(form, "plain"), ("plain", form)]):
         one, other = built(saving, 1), built(loading, 2)
@@ -164,16 +168,11 @@ def round_trips(form: str, folder: str, is_flat: bool) -> None:
     assert not [name for name in kept["names"] if "_orig_mod" in name]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_flat", [False, True], ids=["AdamW", "FlatOptimizer"])
+@pytest.mark.sample(3)
 @forms
-def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(
-    world2: World, tmp_path: Path, form: str, is_flat: bool
-) -> None:
-    world2.run(round_trips, form, str(tmp_path), is_flat)
-
-
-def full_states(form: str, folder: str) -> None:
+@on_ranks(2)
+def test_full_states_have_the_names_of_the_model(tmp_path: Path, form: str) -> None:
+    folder = str(tmp_path / "out")
     plain, model = built("plain", 1), built(form, 2)
     optimizers = adamw(plain), torch.optim.AdamW(list(model.named_parameters()), lr=0.05)
     train(plain, optimizers[0])
@@ -208,12 +207,6 @@ def full_states(form: str, folder: str) -> None:
     assert_equal(shardwise.full_state_dict(plain, rank0_only=False), own["model"])
 
 
-@pytest.mark.sample(3)
-@forms
-def test_full_states_have_the_names_of_the_model(world2: World, tmp_path: Path, form: str) -> None:
-    world2.run(full_states, form, str(tmp_path / "out"))
-
-
 # --- what is told ---------------------------------------------------------------------------------
 
 
@@ -225,8 +218,6 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def meta_messages(form: str) -> dict[str, str]:
-    """What is said of a model without values, and of one whose init fails."""
-
     def fail(module: nn.Module) -> None:
         raise ValueError("no")
 
@@ -369,7 +360,10 @@ def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, fo
     assert_as_uncompiled(world2, materialized, form)
 
 
-def copied(form: str) -> tuple[bool, bool, bool]:
+@pytest.mark.slow
+@forms
+@on_ranks(2)
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(form: str) -> None:
     model = built(form)
     train(model)
     twin = copy.deepcopy(model)
@@ -381,18 +375,14 @@ def copied(form: str) -> tuple[bool, bool, bool]:
     is_same = torch.equal(twin(batch()), before)
     train(twin, optimizer)
     is_trained = not torch.equal(twin(batch()), before)
-    return is_same, is_trained, all(not param.any() for param in map(full, model.parameters()))
-
-
-@pytest.mark.slow
-@forms
-def test_a_copy_of_a_compiled_model_runs_its_own_weights(world2: World, form: str) -> None:
-    assert world2.run(copied, form) == [(True, True, True)] * 2
+    assert (is_same, is_trained, all(not param.any() for param in map(full, model.parameters()))) == (
+        True,
+        True,
+        True,
+    )
 
 
 class Encoding(Tower):
-    """Calls a method of its own that others call as well."""
-
     def encode(self, x: Tensor) -> Tensor:
         return self.inlet(x)
 
@@ -474,8 +464,17 @@ NEEDS_LEN = pytest.mark.skipif(
 )
 
 
-def graphs_of(form: str) -> tuple[int, int, bool]:
-    """Graphs, kinds of breaks, and whether gradients are those of the plain model."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "breaks"),
+    [("a sharded wrapper", 0), pytest.param("sharded wrappers in a function", 1, marks=NEEDS_LEN)],
+)
+@on_ranks(2, timeout=120)
+def test_what_torch_compile_returned_may_be_sharded_itself(form: str, breaks: int) -> None:
+    """As torch's `fully_shard` allows. Hooks are around the graph, which no other graph goes into.
+
+    Wrappers of blocks by themselves: test_compile_blocks.py.
+    """
     torch.manual_seed(0)
     plain = NamedTower().double()
     model: Any = copy.deepcopy(plain)
@@ -501,17 +500,4 @@ def graphs_of(form: str) -> tuple[int, int, bool]:
         for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True)
         if not torch.allclose(full(got.grad), want.grad, rtol=0, atol=1e-10)
     ]
-    return counters["stats"]["unique_graphs"], len(counters["graph_break"]), not wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "breaks"),
-    [("a sharded wrapper", 0), pytest.param("sharded wrappers in a function", 1, marks=NEEDS_LEN)],
-)
-def test_what_torch_compile_returned_may_be_sharded_itself(world2: World, form: str, breaks: int) -> None:
-    """As torch's `fully_shard` allows. Hooks are around the graph, which no other graph goes into.
-
-    Wrappers of blocks by themselves: test_compile_blocks.py.
-    """
-    assert world2.run(graphs_of, form, timeout=120) == [(1, breaks, True)] * 2
+    assert (counters["stats"]["unique_graphs"], len(counters["graph_break"]), not wrong) == (1, breaks, True)

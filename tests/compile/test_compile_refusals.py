@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import alike
 from custom_comms import AllGather, ReduceScatter
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from tensor_subclasses import Stack as StackOfSubclasses
 from tensor_subclasses import TravelsLow
 from test_compile_model import backward, compiled, num_graphs, part
@@ -49,8 +51,6 @@ class Own(nn.Parameter):
 
 
 class OnMesh(nn.Module):
-    """Its weight is a DTensor on the mesh of all dims."""
-
     def __init__(self, mesh: Any) -> None:
         super().__init__()
         self.mesh = mesh
@@ -163,8 +163,7 @@ def refusals(whats: list[str]) -> list[str]:
 
 
 def told(world: World, whats: list[str]) -> str:
-    first, *others = world.run(refusals, whats, timeout=120)
-    assert all(other == first for other in others)
+    first = alike(world.run(refusals, whats, timeout=120))
     return "\n\n".join(textwrap.fill(each, 100) for each in first)
 
 
@@ -244,9 +243,10 @@ load a checkpoint, first.""",
 # --- what is done instead -------------------------------------------------------------------------
 
 
-def unlike_eager(what: str) -> tuple[list[str], list[str]]:
-    """Of two models that begin alike, one compiled with graph breaks: gradients that differ, and names of
-    attributes that a refused graph has left behind."""
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DONE_WITHOUT_A_GRAPH)
+@on_ranks(2, timeout=120)
+def test_what_a_graph_cannot_have_is_done_between_graphs(what: str) -> None:
     gradients: list[dict[str, Tensor]] = []
     left: list[str] = []
     for is_compiled in (False, True):
@@ -257,17 +257,12 @@ def unlike_eager(what: str) -> tuple[list[str], list[str]]:
         gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
         left += [name for name, module in model.named_modules() if set(module.__dict__) & {"weight", "bias"}]
     want, got = gradients
-    return [name for name in want if not torch.equal(want[name], got[name])], left
+    assert ([name for name in want if not torch.equal(want[name], got[name])], left) == ([], [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", DONE_WITHOUT_A_GRAPH)
-def test_what_a_graph_cannot_have_is_done_between_graphs(world2: World, what: str) -> None:
-    assert world2.run(unlike_eager, what, timeout=120) == [([], [])] * 2
-
-
-def left_by_refusal() -> list[str]:
-    """Wrong gradients of an eager run and of one of compiled blocks, after a graph was refused."""
+@on_ranks(2, timeout=120)
+def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled() -> None:
     model, expected = model_with("custom all-gather"), model_with("custom all-gather")
     inputs = batch_for(model)
     with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -283,12 +278,7 @@ def left_by_refusal() -> list[str]:
         pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
         wrong += [name for (name, p), q in pairs if not torch.equal(p.grad.to_local(), q.grad.to_local())]
     assert num_graphs() == 1
-    return wrong
-
-
-@pytest.mark.slow
-def test_after_a_refusal_the_model_runs_and_its_blocks_can_be_compiled(world2: World) -> None:
-    assert world2.run(left_by_refusal, timeout=120) == [[], []]
+    assert wrong == []
 
 
 # --- what takes part in both ----------------------------------------------------------------------
@@ -329,9 +319,10 @@ def test_a_parameter_that_was_replaced_is_used_or_refused_and_never_put_back(wor
             assert "uncompiled" in said
 
 
-def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
-    """Gradients that differ from those of a plain model after backwards with a graph (g) and eager (e), and
-    by how much the norm does that clipping finds."""
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
+@on_ranks(2, timeout=120)
+def test_gradients_of_graphs_and_of_eager_runs_add_up(turns: str) -> None:
     plain = built(Tower, seed=0)
     model = shard_tower(copy.deepcopy(plain))
     run = compiled(model, "function")
@@ -345,12 +336,5 @@ def accumulated_by_turns(turns: str) -> tuple[list[str], float]:
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     wrong = [n for (n, p), q in pairs if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=0, atol=1e-10)]
     ours = shardwise.clip_grad_norm_(model, 0.1)
-    return wrong, abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", ["ge", "eg", "gege", "egg"])
-def test_gradients_of_graphs_and_of_eager_runs_add_up(world2: World, turns: str) -> None:
-    for wrong, error in world2.run(accumulated_by_turns, turns, timeout=120):
-        assert wrong == []
-        assert error < 1e-10
+    assert wrong == []
+    assert abs(float(ours - nn.utils.clip_grad_norm_(plain.parameters(), 0.1))) < 1e-10

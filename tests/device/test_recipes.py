@@ -17,10 +17,7 @@ assert caller_recipes  # registers its scenarios
 
 pytestmark = pytest.mark.processes
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 without_threads = pytest.mark.skipif(

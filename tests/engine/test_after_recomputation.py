@@ -1,7 +1,5 @@
 """``backward_prefetch="after"`` frees a group once its gradients are complete: not before parts inside of it
 have been recomputed, which nested backwards do (reentrant checkpointing).
-
-Scripts run plainly and sharded (scenario.py) in float64.
 """
 
 from typing import Any
@@ -32,24 +30,10 @@ class PartRecomputed(nn.Module):
         return torch.tanh(self.second(self.first(x) if self.mixed else x))
 
 
-class Calls(Chain):
-    """Calls its blocks in a given order, some of them twice."""
-
-    def __init__(self, order: tuple[int, ...], mixed: bool) -> None:
-        super().__init__(*[lambda: PartRecomputed(mixed)] * 3)
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.outlet(x)
-
-
 @same_as_plain(2)
 def test_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(side: Side) -> None:
     for order, mixed in (((0, 1, 1, 2, 0), False), ((0, 1, 2), True), ((0, 0), True)):
-        model = side.shard_tower(
-            built(Calls, order, mixed), comm_policy=CommPolicy(backward_prefetch="after")
-        )
+        model = built(Chain, *[lambda mixed=mixed: PartRecomputed(mixed)] * 3)
+        model.used = order
+        side.shard_tower(model, comm_policy=CommPolicy(backward_prefetch="after"))
         side.steps(model, adamw(model), range(2))

@@ -11,7 +11,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from harness import World
+from meshed import outcome
 from models import Tower, random_batch
+from on_ranks import on_ranks
 from refusals import SHARDED, assert_refused, assert_says, refusal, refusals, refused, sharded_tower, tower
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,6 @@ def calling(method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
 
 
 def prefetching(direction: str, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`blocks.0` is told what to unshard ahead."""
     return lambda model: getattr(model.blocks[0], f"set_modules_to_{direction}_prefetch")(choose(model))
 
 
@@ -149,21 +150,18 @@ def test_it_is_refused_and_says_what_would_do(world1: World, case: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_module_of_another_model_cannot_be_prefetched(world1: World, direction: str) -> None:
+@on_ranks(1)
+def test_a_module_of_another_model_cannot_be_prefetched(direction: str) -> None:
     """At the call, or at the latest when it would be prefetched, and in words."""
-    for text in world1.run(prefetch_from_another_model, direction):
-        assert text.startswith(("ValueError", "RuntimeError")), text
-        assert_says(text, "prefetch", "blocks.1")
-
-
-def prefetch_from_another_model(direction: str) -> str:
     model, other = sharded_tower(), sharded_tower()
-    try:
+
+    def train() -> None:
         prefetching(direction, lambda _: [other.blocks[1]])(model)
         model(random_batch(0, 4)).sum().backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+
+    text = outcome(train)
+    assert text.startswith(("ValueError", "RuntimeError")), text
+    assert_says(text, "prefetch", "blocks.1")
 
 
 # --- changes and copies ---------------------------------------------------------------------------

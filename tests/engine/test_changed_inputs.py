@@ -1,7 +1,7 @@
 """A block changes what it was given.
 
 What it puts into a list, a dict or a cache, and what it changes in place, are outputs of that call, also
-where it returns something else. Scripts run plainly and sharded (scenario.py) in float64.
+where it returns something else.
 """
 
 from dataclasses import dataclass, field
@@ -33,8 +33,6 @@ class Cache:
 
 
 class Changes(nn.Module):
-    """Changes its second argument, or its first in place, in the way that ``how`` names."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.block = Block(WIDTH, 13)
@@ -70,8 +68,6 @@ class Changes(nn.Module):
 
 
 class Changing(nn.Module):
-    """Hands the same container to all of its blocks."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
@@ -113,7 +109,6 @@ def test_what_a_block_adds_to_its_input_has_a_gradient(side: Side, reshard: bool
 
 @same_as_plain(2)
 def test_a_loss_may_use_nothing_but_what_the_list_has(side: Side) -> None:
-    """Of the outputs, the loss uses only what the caller's list has."""
     model = side.shard_tower(built(Changing, "list_of_others"), reshard_after_forward=True)
     for step in range(2):
         kept: list[Tensor] = []
@@ -124,8 +119,6 @@ def test_a_loss_may_use_nothing_but_what_the_list_has(side: Side) -> None:
 
 
 class AppendsWeight(nn.Module):
-    """Hands its own weight to the caller, past its output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from harness import World
 from meshed import refusal
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from shardwise.optim import FlatOptimizer
 
 
 def waiting(has_grad: bool = False) -> Any:
-    """A tower whose gradients wait."""
     model = Side(is_sharded=True).shard_tower(built(even_tower))
     if has_grad:
         mean_of_squares(model, random_batch(9, 4)).backward()
@@ -46,31 +45,26 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def used(has_grad: bool) -> dict[str, str]:
+@pytest.mark.parametrize(("world", "has_grad"), [(1, False), (2, False), (2, True)], indirect=["world"])
+@on_ranks()
+def test_reads_and_writes_are_refused_by_name(has_grad: bool) -> None:
     model = waiting(has_grad)
     told = {name: refusal(use, model.blocks[1].up.weight.grad) for name, use in USES.items()}
     told["clip"] = refusal(nn.utils.clip_grad_norm_, [model.blocks[1].up.weight], 1.0)
     local = torch.no_grad()(lambda: model.blocks[1].up.weight.grad.to_local())()
     told["without grad mode"] = refusal(local.sum)
     told["repr"] = repr(local)
-    return told
-
-
-@pytest.mark.parametrize(("world", "has_grad"), [(1, False), (2, False), (2, True)], indirect=["world"])
-def test_reads_and_writes_are_refused_by_name(world: World, has_grad: bool) -> None:
-    for told in world.run(used, has_grad):
-        assert_expected_inline(told.pop("repr"), """<unreduced gradient of blocks.1.up.weight>""")
-        assert len(set(told.values())) == 1, told
-        assert_expected_inline(
-            told["sum"],
-            """RuntimeError: blocks.1.up.weight: gradients of backward passes without synchronisation (no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be reduced; .grad does not contain them yet. Run the last backward with synchronisation before .grad is read or changed, gradients are clipped or an optimizer steps; or call zero_grad().""",
-        )
+    assert_expected_inline(told.pop("repr"), """<unreduced gradient of blocks.1.up.weight>""")
+    assert len(set(told.values())) == 1, told
+    assert_expected_inline(
+        told["sum"],
+        """RuntimeError: blocks.1.up.weight: gradients of backward passes without synchronisation (no_sync, set_requires_gradient_sync(False), set_requires_all_reduce(False)) wait to be reduced; .grad does not contain them yet. Run the last backward with synchronisation before .grad is read or changed, gradients are clipped or an optimizer steps; or call zero_grad().""",
+    )
 
 
 @same_as_plain(2)
 @pytest.mark.parametrize("has_grad", [False, True])
 def test_zeroing_the_local_tensor_clears_what_waits(side: Side, has_grad: bool) -> None:
-    """Where the local tensor can be had, zeroing it clears what waits."""
     model = side.shard_tower(built(even_tower))
     if has_grad:
         mean_of_squares(model, side.inputs(9)).backward()
@@ -125,7 +119,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def stepped(how: str) -> tuple[str, bool, int]:
+@pytest.mark.parametrize("how", OPTIMIZERS)
+@on_ranks(2)
+def test_a_step_is_refused_by_name_before_it_changes_anything(how: str) -> None:
     """Only the last block defers, so that others have gradients with which a step could begin."""
     model = Side(is_sharded=True).shard_tower(built(even_tower))
     optimizer = OPTIMIZERS[how](model.parameters())
@@ -139,19 +135,12 @@ def stepped(how: str) -> tuple[str, bool, int]:
     states = len(optimizer.state)
     mean_of_squares(model, random_batch(1, 4)).backward()
     optimizer.step()
-    return told, same, states
-
-
-@pytest.mark.parametrize("how", OPTIMIZERS)
-def test_a_step_is_refused_by_name_before_it_changes_anything(world2: World, how: str) -> None:
-    for told, same, states in world2.run(stepped, how):
-        assert told.startswith("RuntimeError: blocks.2.norm.weight: gradients of backward passes without")
-        assert (same, states) == (True, 0)
+    assert told.startswith("RuntimeError: blocks.2.norm.weight: gradients of backward passes without")
+    assert (same, states) == (True, 0)
 
 
 @same_as_plain(2)
 def test_a_closure_may_run_the_last_backward(side: Side) -> None:
-    """The closure runs the last backward, with synchronisation."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     for step in range(2):

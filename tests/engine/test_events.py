@@ -5,6 +5,7 @@ from events import events_of
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, built, shard_tower
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from towers import backward
@@ -80,8 +81,6 @@ free blocks.0""",
 
 
 class Switching(nn.Module):
-    """Runs its blocks forwards, backwards or only some, as told."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -93,7 +92,8 @@ class Switching(nn.Module):
         return x
 
 
-def events_as_the_order_changes() -> list[str]:
+@on_ranks(2)
+def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows() -> None:
     torch.manual_seed(0)
     model = Switching()
     shard_tower(model)
@@ -103,12 +103,8 @@ def events_as_the_order_changes() -> list[str]:
         model.order = order
         with torch.no_grad():
             model(torch.ones(2, 4))
-    return events
-
-
-def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows(world2: World) -> None:
     assert_expected_inline(
-        the_same_on_all_ranks(world2.run(events_as_the_order_changes)),
+        "\n".join(events),
         """\
 -- [0, 1, 2]
 unshard Switching
@@ -195,7 +191,6 @@ def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None
 
 
 def reductions_with_unused_parameters(count: int) -> list[str]:
-    """What the backward of the last of so many steps enters and reduces."""
     model = built(Tower, seed=0)
     for block in model.blocks:
         block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))

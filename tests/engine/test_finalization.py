@@ -1,6 +1,6 @@
 """Backwards that the caller ends: `set_manual_backward_finalization` and `finalize_backward`.
 
-Compared with plain training in float64; what is reduced when is read from the model's own events.
+What is reduced when is read from the model's own events.
 """
 
 import copy
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from events import events_of
 from expecttest import assert_expected_inline
-from harness import World
 from meshed import refusal
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -87,8 +87,18 @@ class Choosing(nn.Module):
         return (self.second(x) if uses_second else x) * self.scale
 
 
-def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[str, Tensor]:
-    """`uses` says for each rank and microbatch whether the second layer is used."""
+def rank_batch(number: int, rank: int) -> Tensor:
+    return random_batch(10 * number + rank, 4)
+
+
+@pytest.mark.parametrize("syncs", [False, True])
+@on_ranks(2)
+def test_ranks_that_use_different_modules_reduce_once(syncs: bool) -> None:
+    uses = [[True, False], [False, False]]  # of the second layer, by rank and microbatch
+    plain = built(Choosing, seed=0)
+    for rank, microbatches in enumerate(uses):
+        for number, uses_second in enumerate(microbatches):
+            plain(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()
     model = built(Choosing, seed=0)
     ignored = {model.scale}
     for layer in (model.first, model.second):
@@ -104,30 +114,16 @@ def gradients_where_ranks_differ(uses: list[list[bool]], syncs: bool) -> dict[st
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
     gradients = {name: param.grad for name, param in model.named_parameters()}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
-
-
-def rank_batch(number: int, rank: int) -> Tensor:
-    return random_batch(10 * number + rank, 4)
-
-
-@pytest.mark.parametrize("syncs", [False, True])
-def test_ranks_that_use_different_modules_reduce_once(world2: World, syncs: bool) -> None:
-    """One rank has used the second layer in its first microbatch only, the other never."""
-    uses = [[True, False], [False, False]]
-    model = built(Choosing, seed=0)
-    for rank, microbatches in enumerate(uses):
-        for number, uses_second in enumerate(microbatches):
-            model(rank_batch(number, rank), uses_second).pow(2).sum().div(2).backward()
-    for gradients in world2.run(gradients_where_ranks_differ, uses, syncs):
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=1e-10)
+    found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=0, atol=1e-10)
 
 
 # --- when -----------------------------------------------------------------------------------------
 
 
-def events_by_hand() -> list[str]:
+@on_ranks(2)
+def test_reductions_are_under_way_until_the_caller_waits() -> None:
     model = tower(Side(is_sharded=True))
     model.set_requires_gradient_sync(False)
     for number in range(2):
@@ -138,14 +134,8 @@ def events_by_hand() -> list[str]:
     events.append("-- the caller goes on")
     handle.wait()
     events.append("-- the caller has waited")
-    return events
-
-
-def test_reductions_are_under_way_until_the_caller_waits(world2: World) -> None:
-    first, second = world2.run(events_by_hand)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(events),
         """\
 reduce Tower
 reduce blocks.0
@@ -213,7 +203,8 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def answers_to_misuse() -> list[str]:
+@on_ranks(2)
+def test_misuse_is_refused_and_leaves_the_model_usable() -> None:
     answers = []
     for name, misuse in MISUSES.items():
         model = tower(Side(is_sharded=True))
@@ -224,14 +215,8 @@ def answers_to_misuse() -> list[str]:
         model.set_manual_backward_finalization(True)
         model.finalize_backward()
         assert all(param.grad is not None for param in model.parameters())
-    return answers
-
-
-def test_misuse_is_refused_and_leaves_the_model_usable(world2: World) -> None:
-    first, second = world2.run(answers_to_misuse)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(answers),
         """\
 on_a_block: RuntimeError: finalize_backward: blocks.0 is not the root, but inside a sharded module that drives it. Call it on the outermost sharded module.
 set_on_a_block: RuntimeError: set_manual_backward_finalization: blocks.0 is not the root, but inside a sharded module that drives it. Call it on the outermost sharded module.

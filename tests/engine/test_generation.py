@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from harness import World
 from models import WIDTH, Block, built
+from on_ranks import on_ranks
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -61,16 +61,12 @@ def test_a_method_that_begins_with_a_part_of_the_model_finds_full_parameters(sid
     side.assert_settled(model)
 
 
-def forward_while_lent() -> str:
+@on_ranks(2)
+def test_a_forward_inside_unsharded_is_told_of_inference() -> None:
     model = fully_shard(nn.Linear(4, 4))
     with unsharded(model), pytest.raises(RuntimeError) as caught:
         model(torch.ones(1, 4))
-    return str(caught.value)
-
-
-def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
-    first, second = world2.run(forward_while_lent)
-    assert first == second
+    first = str(caught.value)
     assert_expected_inline(
         first,
         """Linear: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""",
@@ -82,7 +78,6 @@ def test_a_forward_inside_unsharded_is_told_of_inference(world2: World) -> None:
 
 @same_as_plain(2)
 def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(side: Side) -> None:
-    """A frozen embedding is trained around, and evaluated."""
     embedding = built(nn.Embedding, 16, WIDTH, max_norm=1.0, seed=3)
     embedding.weight.requires_grad_(False)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, 3).double())
@@ -100,17 +95,12 @@ def test_max_norm_is_allowed_where_renormalising_again_changes_nothing(side: Sid
         side.note_rows("evaluation", model(side.part(torch.arange(12))))
 
 
-def trained_with_max_norm() -> str:
+@on_ranks(2)
+def test_training_an_embedding_that_renormalises_itself_is_refused() -> None:
     model = fully_shard(nn.Sequential(nn.Embedding(16, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 3)))
     with pytest.raises(RuntimeError) as caught:
         model(torch.arange(4)).sum().backward()
-    return str(caught.value)
-
-
-def test_training_an_embedding_that_renormalises_itself_is_refused(world2: World) -> None:
-    first, second = world2.run(trained_with_max_norm)
-    assert first == second
     assert_expected_inline(
-        first,
+        str(caught.value),
         """0.weight: changed in place while unsharded (group 'Sequential'). Inside forward a module sees an unsharded copy, which is now freed, so the change would be lost. nn.Embedding(max_norm=...) renormalises rows of its weight in each forward: set max_norm to None and renormalise the shard after each optimizer step, under torch.no_grad(); or freeze it.""",
     )

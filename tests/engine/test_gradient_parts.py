@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equal
+from failure_models import Chain
 from harness import World
 from models import random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import (
     Recipe,
     assert_same_record,
@@ -57,7 +59,6 @@ def test_parts_are_large_enough_and_the_last_registered_come_first(
 
 
 def orders_of(arrivals: list[int], trainable: list[int] | None = None) -> list[str]:
-    """What is sent after each arrival, and at the end."""
     parts = planned([8, 8, 8, 8], 0)
     queue = PartQueue([(0, parts)], range(4) if trainable is None else trainable)
     log = []
@@ -129,19 +130,22 @@ def test_training_equals_plain_training_in_any_order(world: World, order: str) -
     assert_same_training(world, recipe)
 
 
-def hybrid(recipe: Recipe) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
-
-
-def test_over_replicas_too(world4: World) -> None:
+@on_ranks(4)
+def test_over_replicas_too() -> None:
     recipe = Recipe(Model, random_batch, options={"comm_policy": IN_PARTS}, steps=2)
-    for record in world4.run(hybrid, recipe):
-        assert_same_record(record, plain_run(recipe))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    record = sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
+    assert_same_record(record, plain_run(recipe))
 
 
-def sent_at_completion(order: str) -> list[str]:
-    """For each group of a backward, what had been sent when its last gradient came."""
+@pytest.mark.parametrize(
+    ("order", "sent"),
+    [("abcd", [2, 3, 4, 5, 6, 7]), ("dcba", []), ("ab", [])],
+    ids=["as registered", "reversed", "unused"],
+)
+@on_ranks(2)
+def test_most_are_sent_before_the_last_one_comes(order: str, sent: list[int]) -> None:
+    """Weights are 0, 2, 4, 6 and biases 1, 3, 5, 7 of each block."""
     model = Model(order)
     shard_tower(model, comm_policy=IN_PARTS)
     told = []
@@ -158,19 +162,7 @@ def sent_at_completion(order: str) -> list[str]:
         loss.backward()
     finally:
         Gradients.reduce = reduce  # type: ignore[method-assign]
-    return told
-
-
-@pytest.mark.parametrize(
-    ("order", "sent"),
-    [("abcd", [2, 3, 4, 5, 6, 7]), ("dcba", []), ("ab", [])],
-    ids=["as registered", "reversed", "unused"],
-)
-def test_most_are_sent_before_the_last_one_comes(world2: World, order: str, sent: list[int]) -> None:
-    """Weights are 0, 2, 4, 6 and biases 1, 3, 5, 7 of each block."""
-    first, second = world2.run(sent_at_completion, order)
-    assert first == second
-    blocks = [line for line in first if line.startswith("blocks")]
+    blocks = [line for line in told if line.startswith("blocks")]
     assert blocks == [f"blocks.{i} {sent}" for i in (2, 1, 0)]
 
 
@@ -190,7 +182,17 @@ class Quarters(nn.Module):
         return self.blocks(self.embedding(x))
 
 
-def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
+@pytest.mark.parametrize(
+    ("rows", "computes_in"),
+    [(8, torch.float32), (512, torch.bfloat16)],
+    ids=["small root", "large root in bfloat16"],
+)
+@on_ranks(2)
+def test_as_many_parts_are_in_flight_whatever_the_dtypes_and_the_root(
+    computes_in: torch.dtype, rows: int
+) -> None:
+    """Of four quarters, each of which takes one and a half times its bytes to reduce here, two."""
+    precision = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
     model = Quarters(rows)
     shard_tower(model, comm_policy=IN_PARTS, mp_policy=precision)
     most = [0]
@@ -203,20 +205,7 @@ def most_parts_in_flight(rows: int, precision: MixedPrecisionPolicy) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReductionQueue, "_limit", counted)
         model(torch.zeros(2, dtype=torch.long)).sum().backward()
-    return max(most)
-
-
-@pytest.mark.parametrize(
-    ("rows", "computes_in"),
-    [(8, torch.float32), (512, torch.bfloat16)],
-    ids=["small root", "large root in bfloat16"],
-)
-def test_as_many_parts_are_in_flight_whatever_the_dtypes_and_the_root(
-    world2: World, computes_in: torch.dtype, rows: int
-) -> None:
-    """Of four quarters, each of which takes one and a half times its bytes to reduce here, two."""
-    precision = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
-    assert world2.run(most_parts_in_flight, rows, precision) == [2, 2]
+    assert max(most) == 2
 
 
 # --- what comes again ---------------------------------------------------------------------------------
@@ -236,23 +225,9 @@ class Again(nn.Module):
         return checkpoint(self.c, x, use_reentrant=True)
 
 
-class NestedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Again() for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("world", [1, 3], indirect=True)
 def test_what_was_sent_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
-    recipe = Recipe(NestedModel, random_batch, options={"comm_policy": IN_PARTS}, steps=2)
+    recipe = Recipe(partial(Chain, Again, Again), random_batch, options={"comm_policy": IN_PARTS}, steps=2)
     assert_same_training(world, recipe)
 
 
@@ -267,7 +242,6 @@ def built(side: Side) -> Model:
 @same_as_plain(2)
 @pytest.mark.parametrize("pattern", [[False, True], [True, False, True]], ids=str)
 def test_gradients_accumulate_over_backwards(side: Side, pattern: list[bool]) -> None:
-    """Backwards with and without synchronisation, then a step."""
     model = built(side)
     for index, syncs in enumerate(pattern):
         side.sync(model, syncs)
@@ -279,7 +253,6 @@ def test_gradients_accumulate_over_backwards(side: Side, pattern: list[bool]) ->
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["a", "b", "c", "d"])
 def test_synchronisation_may_be_switched_off_in_the_midst(side: Side, where: str) -> None:
-    """A hook switches synchronisation off when some gradients have been sent; the next backward has it on."""
     model = built(side)
     if side.is_sharded:
         model(side.inputs(9)).sum().backward()
@@ -298,7 +271,6 @@ def test_synchronisation_may_be_switched_off_in_the_midst(side: Side, where: str
 
 @same_as_plain(2)
 def test_a_failed_backward_leaves_nothing_under_way(side: Side) -> None:
-    """A backward fails with gradients under way; the next step knows nothing of it."""
     model = built(side)
 
     def fail(*_: Any) -> None:
@@ -325,18 +297,13 @@ class Unentered(nn.Module):
         return self.used(x)
 
 
-def zeros_of_what_never_ran(policy: CommPolicy | None) -> list[Any]:
+@pytest.mark.parametrize("policy", [None, IN_PARTS], ids=["together", "in parts"])
+@on_ranks(2)
+def test_a_group_that_never_ran_gets_zeros_where_they_are_asked_for(policy: CommPolicy | None) -> None:
     model = Unentered()
     fully_shard(model.spare, comm_policy=policy)
     fully_shard(model, comm_policy=policy)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     model(torch.ones(2, 8)).sum().backward()
-    return [None if p.grad is None else p.grad.full_tensor() for p in model.spare.parameters()]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("policy", [None, IN_PARTS], ids=["together", "in parts"])
-def test_a_group_that_never_ran_gets_zeros_where_they_are_asked_for(
-    world2: World, policy: CommPolicy | None
-) -> None:
-    for found in world2.run(zeros_of_what_never_ran, policy):
-        assert_equal(found, [torch.zeros(8, 8), torch.zeros(8)] * 2)
+    found = [None if p.grad is None else p.grad.full_tensor() for p in model.spare.parameters()]  # type: ignore[attr-defined]
+    assert_equal(found, [torch.zeros(8, 8), torch.zeros(8)] * 2)

@@ -1,7 +1,4 @@
-"""Hooks that the caller registers after ``fully_shard``: what they see, and when.
-
-Scripts run plainly and sharded (scenario.py) in float64.
-"""
+"""Hooks that the caller registers after ``fully_shard``: what they see, and when."""
 
 import copy
 from typing import Any

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from comparing import assert_all_same
 from failure_models import Failure
 from harness import World
-from meshed import Asks, Layout, device_mesh, gradients_of, refusal, tensors_of
+from meshed import Layout, assert_refused_in_a_pass, device_mesh, gradients_of, refusal, tensors_of
 from models import Block, built, even_tower, odd_model, random_batch, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import one_thread
 from strategies import SOME_PLANS, Plan, Wire, live_bytes, part, step
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 
 by_plan = pytest.mark.parametrize(
     ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
@@ -39,7 +40,6 @@ BUDGETS = (None, 0, 4000)  # a block of the uneven tower has 1728 bytes, all of 
 
 
 def trained(plan: Plan | None, steps: int = 1, make: Callable[[], nn.Module] = uneven_tower) -> Any:
-    """A model and its optimizer after some steps."""
     model = built(make)
     if plan is not None:
         plan.shard(model)
@@ -125,7 +125,6 @@ def test_ranks_may_run_different_numbers_of_forwards(
 
 
 def otherwise(how: str | None, budget: int | None) -> dict[str, Any]:
-    """Models that hold their parameters otherwise; rank 1 runs none of the forwards."""
     model = built(odd_model)
     options: dict[str, dict[str, Any]] = {
         "odd": {},
@@ -249,8 +248,6 @@ def test_blocks_may_run_in_any_order(world2: World, order: list[int], steps: int
 
 
 class Sampler(nn.Module):
-    """Runs its forward in a loop, as `generate` does, and through a registered method."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tower = even_tower()
@@ -347,13 +344,13 @@ def test_with_room_for_all_nobody_serves(world2: World) -> None:
 
 
 def test_replicas_keep_what_they_have(world2: World) -> None:
-    """Nothing is unsharded under ddp, and nothing is held beside the parameters."""
     for found in world2.run(weighed, Plan("ddp", 2), None, [2, 0]):
         assert found["entering"] + sum(found["forwards"]) + found["leaving"] == 0
         assert found["inside"] == pytest.approx(0, abs=0.01)
 
 
-def held_after_failure() -> tuple[str, float, list[float]]:
+@on_ranks(2)
+def test_a_rank_that_fails_serves_the_others_and_everything_is_freed() -> None:
     """Rank 1 fails after its first forward; rank 0 goes on. Bytes after it, and of ordinary forwards."""
     model = ZERO3.shard(stack())
     before = live_bytes()
@@ -372,14 +369,9 @@ def held_after_failure() -> tuple[str, float, list[float]]:
         with Wire() as wire, torch.no_grad():
             model(torch.ones(1, WIDTH))
         sent.append(wire.bytes / BLOCK)
-    return message, after, sent
-
-
-def test_a_rank_that_fails_serves_the_others_and_everything_is_freed(world2: World) -> None:
-    for rank, (message, after, sent) in enumerate(world2.run(held_after_failure)):
-        assert message == ("after the first" if rank else "")
-        assert after == pytest.approx(0, abs=0.01)
-        assert sent == [2, 2]
+    assert message == ("after the first" if dist.get_rank() else "")
+    assert after == pytest.approx(0, abs=0.01)
+    assert sent == [2, 2]
 
 
 def failed_midway(plan: Plan | None, where: str, budget: int | None) -> dict[str, Any]:
@@ -508,8 +500,10 @@ def test_it_may_be_entered_anywhere_between_passes(world2: World, plan: Plan) ->
         assert_all_same(world2.run(between_microbatches, plan, budget), want)
 
 
-def changed_inside(how: str, budget: int | None) -> tuple[str, Tensor, Tensor]:
-    """Weights that change inside: the next forward says so. After it, they count."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["in place", "one of them", "optimizer", "loaded"])
+@on_ranks(2)
+def test_weights_that_change_inside_are_noticed(how: str) -> None:
     model, optimizer = trained(ZERO3)
     mean_of_squares(model, part(ZERO3, 1)).backward()
 
@@ -524,26 +518,20 @@ def changed_inside(how: str, budget: int | None) -> tuple[str, Tensor, Tensor]:
     }
 
     def act() -> None:
-        with shardwise.inference(model, budget_bytes=budget):
+        with shardwise.inference(model, budget_bytes=None):
             model(random_batch(0, 2, 7))
             changes[how]()
             model(random_batch(0, 2, 7))
 
     message = refusal(act)
-    with shardwise.inference(model, budget_bytes=budget):
+    with shardwise.inference(model, budget_bytes=None):
         inside = model(random_batch(0, 2, 7))
     with torch.no_grad():
-        return message, inside, model(random_batch(0, 2, 7))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("how", ["in place", "one of them", "optimizer", "loaded"])
-def test_weights_that_change_inside_are_noticed(world2: World, how: str) -> None:
-    for message, inside, after in world2.run(changed_inside, how, None):
-        assert message.startswith("RuntimeError: ")
-        assert "inference" in message
-        assert "weight" in message or "blocks.2" in message
-        assert torch.equal(inside, after), "the old weights were used"
+        after = model(random_batch(0, 2, 7))
+    assert message.startswith("RuntimeError: ")
+    assert "inference" in message
+    assert "weight" in message or "blocks.2" in message
+    assert torch.equal(inside, after), "the old weights were used"
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -575,8 +563,12 @@ def test_backward_inside_is_refused(world2: World, forward_is_inside: bool) -> N
             assert_all_same([gradients], gradients_of(model))
 
 
-def refused_within(how: str) -> tuple[str, Tensor, Tensor]:
-    """Contexts that exclude each other, and what cannot be done while one is open."""
+WITHIN = ["nested", "nested in a block", "in unsharded", "in unsharded of a block", "unsharded inside"]
+
+
+@pytest.mark.parametrize("how", WITHIN)
+@on_ranks(2)
+def test_contexts_that_exclude_each_other_are_refused(how: str) -> None:
     model, _ = trained(ZERO3, steps=0)
     with torch.no_grad():
         want = model(random_batch(0, 2, 7))
@@ -592,41 +584,17 @@ def refused_within(how: str) -> tuple[str, Tensor, Tensor]:
     with outer():
         message = refusal(lambda: inner().__enter__())
     with shardwise.inference(model):
-        return message, model(random_batch(0, 2, 7)), want
-
-
-WITHIN = ["nested", "nested in a block", "in unsharded", "in unsharded of a block", "unsharded inside"]
-
-
-@pytest.mark.parametrize("how", WITHIN)
-def test_contexts_that_exclude_each_other_are_refused(world2: World, how: str) -> None:
-    for message, found, want in world2.run(refused_within, how):
-        assert message.startswith("RuntimeError: ")
-        assert "inference" in message
-        assert "unsharded" in message or "unsharded" not in how
-        assert torch.equal(found, want)
-
-
-def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    found = []
-    for is_asking in (True, False):
-        torch.manual_seed(0)
-        model = Asks(shardwise.inference)
-        fully_shard(model)
-        model.when = when if is_asking else ""
-        for microbatch in range(2):
-            model(random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
-        found.append((model.message, gradients_of(model)))
-    return found[0][0], found[0][1], found[1][1]
+        found = model(random_batch(0, 2, 7))
+    assert message.startswith("RuntimeError: ")
+    assert "inference" in message
+    assert "unsharded" in message or "unsharded" not in how
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_it_is_refused_inside_a_running_pass(world2: World, when: str) -> None:
-    for message, got, want in world2.run(asked_inside, when):
-        assert message.startswith("RuntimeError: ")
-        assert "inference" in message
-        assert when in message
-        assert_all_same([got], want)
+@on_ranks(2)
+def test_it_is_refused_inside_a_running_pass(when: str) -> None:
+    assert_refused_in_a_pass(shardwise.inference, when, "inference", of_root=True)
 
 
 REFUSED: list[tuple[Callable[[Any], Any], list[str]]] = [
@@ -638,15 +606,12 @@ REFUSED: list[tuple[Callable[[Any], Any], list[str]]] = [
 ]
 
 
-def all_refused() -> list[str]:
+@on_ranks(2)
+def test_arguments_that_do_not_fit_are_refused() -> None:
     model, _ = trained(ZERO3, steps=0)
-    return [refusal(lambda call=call: call(model).__enter__()) for call, _ in REFUSED]
-
-
-def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
-    for messages in world2.run(all_refused):
-        for message, (_, words) in zip(messages, REFUSED, strict=True):
-            assert all(word in message for word in ["inference", *words]), message
+    messages = [refusal(lambda call=call: call(model).__enter__()) for call, _ in REFUSED]
+    for message, (_, words) in zip(messages, REFUSED, strict=True):
+        assert all(word in message for word in ["inference", *words]), message
 
 
 def on_replicas(counts: list[int]) -> tuple[int, float]:
@@ -665,18 +630,14 @@ def test_replicas_serve_only_their_own(world4: World) -> None:
     assert found[2][1] == found[3][1] == 0
 
 
-def copied_after() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_copy_made_after_it_runs_on_its_own() -> None:
     model, _ = trained(ZERO3)
     with shardwise.inference(model):
         want = model(random_batch(0, 2, 7))
     twin = deepcopy(model)
     with shardwise.inference(twin):
-        return want, twin(random_batch(0, 2, 7))
-
-
-def test_a_copy_made_after_it_runs_on_its_own(world2: World) -> None:
-    for want, found in world2.run(copied_after):
-        assert torch.equal(want, found)
+        assert torch.equal(want, twin(random_batch(0, 2, 7)))
 
 
 # --- what training finds afterwards ---------------------------------------------------------------

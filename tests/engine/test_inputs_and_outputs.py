@@ -1,8 +1,4 @@
-"""What goes into a block and comes out of it, in the forms that have gone wrong elsewhere (docs/explain/failures.md).
-
-Scripts run plainly and sharded (scenario.py) in float64; only the order of additions differs, so all
-that a script notes agrees to 1e-10.
-"""
+"""What goes into a block and comes out of it, in the forms that have gone wrong elsewhere (docs/explain/failures.md)."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +11,7 @@ from events import observe
 from failure_models import Chain, Recurrent, block
 from harness import World
 from models import Block, built, even_tower
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -55,8 +52,6 @@ class ReturnsView(Block):
 
 
 class InPlace(Chain):
-    """Changes in place what a block returned."""
-
     def __init__(self, kind: str, operation: str) -> None:
         super().__init__(*[lambda: ReturnsView(kind)] * 3)
         self.kind, self.operation = kind, operation
@@ -109,8 +104,6 @@ class Named(NamedTuple):
 
 
 class Plain:
-    """A class of the user's, with its tensors in attributes."""
-
     def __init__(self, hidden: Tensor, extra: Any = None) -> None:
         self.hidden, self.extra = hidden, extra
         self.me = self  # objects may point in circles
@@ -130,8 +123,6 @@ class ModelOutput(OrderedDict):
 
 
 class Hidden:
-    """Its tensor is found by no attribute."""
-
     def __init__(self, hidden: Tensor, extra: Any = None) -> None:
         self.read = lambda: hidden
 
@@ -205,8 +196,6 @@ RETURNED: dict[str, Callable[[Tensor, nn.Linear], Any]] = {
 
 
 class ReturnsWeight(nn.Module):
-    """Returns a parameter of its own, beside its work: for tying, for a penalty."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -250,8 +239,6 @@ def test_a_block_kept_unsharded_may_return_its_own_parameter(side: Side) -> None
 
 
 class ReturnsInnerWeight(nn.Module):
-    """Sees the full weight of a block that stays unsharded behind it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.Linear(4, 4)
@@ -260,17 +247,14 @@ class ReturnsInnerWeight(nn.Module):
         return self.block(x), self.block.weight
 
 
-def returns_the_weight_itself() -> bool:
+@on_ranks(2)
+def test_a_root_may_return_the_parameter_of_a_block_that_stays_unsharded() -> None:
+    """A copy, as the block is freed in backward."""
     model = ReturnsInnerWeight()
     fully_shard(model.block, reshard_after_forward=False)
     fully_shard(model)
     _, weight = model(torch.ones(2, 4))
-    return isinstance(weight, nn.Parameter)
-
-
-def test_a_root_may_return_the_parameter_of_a_block_that_stays_unsharded(world2: World) -> None:
-    """A copy, as the block is freed in backward."""
-    assert world2.run(returns_the_weight_itself) == [False, False]
+    assert not isinstance(weight, nn.Parameter)
 
 
 class ReturnsOnlyWeight(nn.Module):
@@ -303,7 +287,8 @@ def test_a_block_may_return_nothing_but_its_parameter(side: Side) -> None:
     side.assert_settled(model)
 
 
-def refusal_of_hidden_weight() -> str:
+@on_ranks(2)
+def test_a_parameter_in_an_unknown_container_is_refused() -> None:
     torch.manual_seed(0)
     side = Side(is_sharded=True)
     model = nn.Sequential(ReturnsWeight("hidden"))
@@ -311,12 +296,7 @@ def refusal_of_hidden_weight() -> str:
     with pytest.raises(TypeError) as caught:
         model(torch.ones(2, 8))
     side.assert_settled(model)
-    return str(caught.value)
-
-
-def test_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
-    first, second = world2.run(refusal_of_hidden_weight)
-    assert first == second
+    first = str(caught.value)
     assert "0: forward returned one of its own parameters somewhere inside a Plain" in first
     assert "parameter.clone()" in first
 
@@ -325,8 +305,6 @@ def test_a_parameter_in_an_unknown_container_is_refused(world2: World) -> None:
 
 
 class SideOutput(nn.Module):
-    """Leaves part of its work on an attribute, as mixtures of experts do with their losses."""
-
     def __init__(self, when: str) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -443,8 +421,6 @@ class KeepsWeight(torch.autograd.Function):
 
 
 class SideKernel(SideOutput):
-    """Its side output is made last, by such a kernel."""
-
     def __init__(self) -> None:
         super().__init__("kernel")
 
@@ -467,8 +443,6 @@ def test_freed_weights_are_never_read_by_a_side_output(side: Side, reshard: bool
 
 
 class StoresWeight(nn.Module):
-    """Leaves its own parameter on an attribute, for a penalty that the caller makes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -497,8 +471,6 @@ def test_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: Worl
 
 
 class ReturnsNone(Block):
-    """Leaves its result in a dict it was given."""
-
     def __init__(self) -> None:
         super().__init__(8, 13)
 
@@ -604,7 +576,8 @@ def test_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> Non
     train(side, built(Dense), reshard)
 
 
-def unshards_of_passing_through() -> dict[str, int]:
+@on_ranks(2)
+def test_inputs_handed_on_cause_no_further_unshards() -> None:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(Dense))
     model.set_reshard_after_forward(True)
@@ -612,14 +585,10 @@ def unshards_of_passing_through() -> dict[str, int]:
     events: list[tuple[str, str]] = []
     observe(model, lambda event, name: events.append((event, name)))
     mean_of_squares(model, side.inputs(0)).backward()
-    return {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
-
-
-def test_inputs_handed_on_cause_no_further_unshards(world2: World) -> None:
-    for counts in world2.run(unshards_of_passing_through):
-        blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
-        assert len(blocks) == 4
-        assert set(blocks.values()) == {2}, blocks  # forward and backward
+    counts = {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
+    blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
+    assert len(blocks) == 4
+    assert set(blocks.values()) == {2}, blocks  # forward and backward
 
 
 # --- recurrent blocks, odd inputs -----------------------------------------------------------------
@@ -636,8 +605,6 @@ def test_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bo
 
 
 class Packed(nn.Module):
-    """Packed sequences go in and come out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.LSTM(8, 6, batch_first=True), nn.LSTM(6, 5, batch_first=True)])

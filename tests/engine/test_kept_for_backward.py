@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
 from models import WIDTH, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,6 @@ from shardwise.observe import memory_snapshot
 
 
 class Path(nn.Module):
-    """Runs its blocks in the order that is asked for, and as often."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -46,12 +45,10 @@ def step(model: nn.Module, *order: int) -> None:
 
 
 def unsharded(events: list[str]) -> list[str]:
-    """The groups that were, in order."""
     return [event.removeprefix("unshard ") for event in events if event.startswith("unshard ")]
 
 
 def unshards_of(model: Any, *order: int) -> str:
-    """What a step unshards before backward, and in it."""
     events = events_of(model)
     loss = model(random_batch(dist.get_rank(), 4), order).pow(2).mean()
     events.append("unshard |")
@@ -92,16 +89,6 @@ def test_what_is_to_be_freed_is(world2: World) -> None:
         assert steps[1] == "Path 0 1 2 | 2 1 0"
 
 
-def last_events_of_a_forward(change: Callable[[Any], Any]) -> list[str]:
-    """What a forward does with the last block, after ``change`` of a model that has made a step."""
-    model = path()
-    step(model, *IN_ORDER)
-    change(model)
-    events = events_of(model)
-    model(random_batch(0, 4))
-    return events[-2:]
-
-
 def frees_last_block(model: Any) -> None:
     model.blocks[2].requires_grad_(False).set_unshard_in_backward(False)
 
@@ -111,27 +98,17 @@ def freezes_blocks(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [frees_last_block, freezes_blocks])
-def test_what_backward_does_without_is_freed(world2: World, change: Callable[[Any], Any]) -> None:
-    assert world2.run(last_events_of_a_forward, change) == [["forward blocks.2", "free blocks.2"]] * 2
+@on_ranks(2)
+def test_what_backward_does_without_is_freed(change: Callable[[Any], Any]) -> None:
+    model = path()
+    step(model, *IN_ORDER)
+    change(model)
+    events = events_of(model)
+    model(random_batch(0, 4))
+    assert events[-2:] == ["forward blocks.2", "free blocks.2"]
 
 
 CROSSED = ((1, 2), (2, 1))
-
-
-def crossed_gradients(steps: int) -> tuple[dict[str, Tensor | None], list[str]]:
-    """Ranks run the blocks in different orders, which they may where all are unsharded before."""
-    model = path()
-    blocks = list(model.blocks)[1:]
-    model.set_modules_to_forward_prefetch(blocks)
-    model.set_modules_to_backward_prefetch(blocks[::-1])
-    for each in blocks:
-        each.set_modules_to_forward_prefetch([])
-        each.set_modules_to_backward_prefetch([])
-    unshards = []
-    for _ in range(steps):
-        model.zero_grad()
-        unshards.append(unshards_of(model, *CROSSED[dist.get_rank()]))
-    return {name: full(param.grad) for name, param in model.named_parameters()}, unshards
 
 
 def plain_gradients() -> dict[str, Tensor | None]:
@@ -141,11 +118,24 @@ def plain_gradients() -> dict[str, Tensor | None]:
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-def test_lists_of_the_callers_are_unsharded_as_they_are(world2: World) -> None:
+@on_ranks(2)
+def test_lists_of_the_callers_are_unsharded_as_they_are() -> None:
+    """Ranks run the blocks in different orders, which they may where all are unsharded before."""
     expected = plain_gradients()
-    for actual, unshards in world2.run(crossed_gradients, 3):
-        assert unshards == ["Path 1 2 | 2 1"] * 3
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    model = path()
+    blocks = list(model.blocks)[1:]
+    model.set_modules_to_forward_prefetch(blocks)
+    model.set_modules_to_backward_prefetch(blocks[::-1])
+    for each in blocks:
+        each.set_modules_to_forward_prefetch([])
+        each.set_modules_to_backward_prefetch([])
+    unshards = []
+    for _ in range(3):
+        model.zero_grad()
+        unshards.append(unshards_of(model, *CROSSED[dist.get_rank()]))
+    actual = {name: full(param.grad) for name, param in model.named_parameters()}
+    assert unshards == ["Path 1 2 | 2 1"] * 3
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def trained_where_one_rank_needs_no_gradients() -> list[str]:
@@ -169,7 +159,8 @@ def test_they_are_what_ranks_have_in_common_whose_gradients_flow_differently(wor
     assert one == other
 
 
-def changes_in_last_block() -> list[str]:
+@on_ranks(2)
+def test_an_edit_of_what_is_kept_is_refused_where_it_happens() -> None:
     """Refused by the forward that makes it, as an edit of a block that is freed."""
     model = path()
     step(model, *IN_ORDER)
@@ -183,14 +174,13 @@ def changes_in_last_block() -> list[str]:
     with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: changed in place"):
         model(random_batch(0, 4))
     hook.remove()
-    return [unshards_of(model, *IN_ORDER) for _ in range(2)]
+    assert [unshards_of(model, *IN_ORDER) for _ in range(2)] == ["Path 0 1 2 | 1 0"] * 2
 
 
-def test_an_edit_of_what_is_kept_is_refused_where_it_happens(world2: World) -> None:
-    assert world2.run(changes_in_last_block) == [["Path 0 1 2 | 1 0"] * 2] * 2
-
-
-def edit_before_backward(meanwhile: str) -> None:
+@pytest.mark.parametrize("meanwhile", ["nothing", "sharding around", "another forward"])
+@on_ranks(2)
+def test_an_edit_between_forward_and_backward_is_refused_by_name(meanwhile: str) -> None:
+    """Also where a module around the model is sharded, and where another forward has left it out."""
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
@@ -204,14 +194,8 @@ def edit_before_backward(meanwhile: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("meanwhile", ["nothing", "sharding around", "another forward"])
-def test_an_edit_between_forward_and_backward_is_refused_by_name(world2: World, meanwhile: str) -> None:
-    """Also where a module around the model is sharded, and where another forward has left it out."""
-    world2.run(edit_before_backward, meanwhile)
-
-
-def seen_behind_the_last_block() -> list[bool]:
-    """Whether the root's code sees the shard of that block, in each of three steps."""
+@on_ranks(2)
+def test_modules_around_it_see_shards() -> None:
     model = path()
     seen: list[bool] = []
     model.outlet.register_forward_pre_hook(
@@ -219,15 +203,10 @@ def seen_behind_the_last_block() -> list[bool]:
     )
     for _ in range(3):
         step(model, *IN_ORDER)
-    return seen
-
-
-def test_modules_around_it_see_shards(world2: World) -> None:
-    assert world2.run(seen_behind_the_last_block) == [[True] * 3] * 2
+    assert seen == [True] * 3
 
 
 def sharded_layers(make: Any = nn.Sequential) -> Any:
-    """A model whose root has no parameters."""
     torch.manual_seed(0)
     model = make(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
     for each in model:
@@ -235,7 +214,8 @@ def sharded_layers(make: Any = nn.Sequential) -> Any:
     return fully_shard(model)
 
 
-def unshards_around_a_failure() -> list[str]:
+@on_ranks(2)
+def test_ranks_of_which_one_has_failed_go_on_together() -> None:
     """One rank's forward fails behind the last block."""
     model = sharded_layers()
     mean_of_squares(model, random_batch(0, 4)).backward()
@@ -251,16 +231,12 @@ def unshards_around_a_failure() -> list[str]:
     hook.remove()
     events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return unsharded(events)
+    unshards = unsharded(events)
+    assert [name for name in unshards if name != "Sequential"] == ["0", "1", "2", "1", "0"]
 
 
-def test_ranks_of_which_one_has_failed_go_on_together(world2: World) -> None:
-    for unshards in world2.run(unshards_around_a_failure):
-        assert [name for name in unshards if name != "Sequential"] == ["0", "1", "2", "1", "0"]
-
-
-def after_evaluation() -> list[str]:
-    """A second forward comes before the backward of the first, and unshards for itself."""
+@on_ranks(2)
+def test_another_forward_unshards_it_anew() -> None:
     model = path()
     step(model, *IN_ORDER)
     loss = model(random_batch(0, 4)).pow(2).mean()
@@ -268,12 +244,8 @@ def after_evaluation() -> list[str]:
     with torch.no_grad():
         model(random_batch(1, 4))
     loss.backward()
-    return unsharded(events)
-
-
-def test_another_forward_unshards_it_anew(world2: World) -> None:
-    for unshards in world2.run(after_evaluation):
-        assert " ".join(name.removeprefix("blocks.") for name in unshards) == "0 1 2 Path 2 1 0"
+    unshards = unsharded(events)
+    assert " ".join(name.removeprefix("blocks.") for name in unshards) == "0 1 2 Path 2 1 0"
 
 
 class Measured(nn.Sequential):
@@ -281,7 +253,8 @@ class Measured(nn.Sequential):
         return x.abs().mean()
 
 
-def unshards_around_a_look() -> list[str]:
+@on_ranks(2)
+def test_a_forward_of_one_rank_that_unshards_nothing_frees_nothing() -> None:
     """Between forward and backward one rank runs it without blocks."""
     model = sharded_layers(Measured)
     model.set_modules_to_forward_prefetch([])
@@ -293,15 +266,12 @@ def unshards_around_a_look() -> list[str]:
             model.measure(random_batch(0, 4))
     events = events_of(model)
     loss.backward()
-    return unsharded(events)
+    unshards = unsharded(events)
+    assert [name for name in unshards if name != "Measured"] == ["1", "0"]
 
 
-def test_a_forward_of_one_rank_that_unshards_nothing_frees_nothing(world2: World) -> None:
-    for unshards in world2.run(unshards_around_a_look):
-        assert [name for name in unshards if name != "Measured"] == ["1", "0"]
-
-
-def unshards_of_a_list() -> list[str]:
+@on_ranks(2)
+def test_modules_of_one_group_are_kept_together() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
     fully_shard(model[0])
@@ -311,41 +281,34 @@ def unshards_of_a_list() -> list[str]:
     mean_of_squares(model, random_batch(0, 4)).backward()
     events = events_of(model)
     mean_of_squares(model, random_batch(0, 4)).backward()
-    return unsharded(events)
+    assert unsharded(events) == ["Sequential", "0", "1", "2, 3", "1", "0"]
 
 
-def test_modules_of_one_group_are_kept_together(world2: World) -> None:
-    assert world2.run(unshards_of_a_list) == [["Sequential", "0", "1", "2, 3", "1", "0"]] * 2
-
-
-def held_inside_inference() -> list[str]:
+@on_ranks(2)
+def test_inference_keeps_nothing_for_a_backward() -> None:
     model = path()
     step(model, *IN_ORDER)
     with inference(model, budget_bytes=0), torch.enable_grad():
         model(random_batch(0, 4))
-        return [group.name for group in memory_snapshot(model).groups if group.state == "unsharded"]
+        assert [group.name for group in memory_snapshot(model).groups if group.state == "unsharded"] == [
+            "Path"
+        ]
 
 
-def test_inference_keeps_nothing_for_a_backward(world2: World) -> None:
-    assert world2.run(held_inside_inference) == [["Path"]] * 2
-
-
-def unshards_after_unshard() -> list[str]:
+@on_ranks(2)
+def test_what_the_caller_unshards_meanwhile_is_the_callers() -> None:
+    """No forward came between: it is in memory already, and stays there for the next."""
     model = path()
     step(model, *IN_ORDER)
     model(random_batch(0, 4))
     events = events_of(model)
     model.blocks[2].unshard()
     model(random_batch(0, 4))
-    return unsharded(events)
+    assert unsharded(events) == ["blocks.0", "blocks.1"]
 
 
-def test_what_the_caller_unshards_meanwhile_is_the_callers(world2: World) -> None:
-    """No forward came between: it is in memory already, and stays there for the next."""
-    assert world2.run(unshards_after_unshard) == [["blocks.0", "blocks.1"]] * 2
-
-
-def events_of_experts() -> list[str]:
+@on_ranks(2)
+def test_groups_inside_that_may_be_unused_are_freed() -> None:
     model = built(Path, seed=0)
     model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
     fully_shard(model.blocks[2][1])
@@ -356,17 +319,12 @@ def events_of_experts() -> list[str]:
     loss = model(random_batch(0, 4)).pow(2).mean()
     in_forward = [event for event in events if "blocks.2" in event]
     loss.backward()
-    return in_forward
-
-
-def test_groups_inside_that_may_be_unused_are_freed(world2: World) -> None:
-    for events in world2.run(events_of_experts):
-        assert_expected_inline(
-            "\n".join(events),
-            """\
+    assert_expected_inline(
+        "\n".join(in_forward),
+        """\
 unshard blocks.2
 unshard blocks.2.1
 forward blocks.2
 forward blocks.2.1
 free blocks.2.1""",
-        )
+    )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import World
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -59,7 +60,6 @@ def kept_tower() -> Any:
 
 
 def keep(side: Side, model: Any) -> Any:
-    """Shard it, and have its groups stay unsharded from one forward to the next."""
     side.shard_tower(model, reshard_after_forward=False)
     if side.is_sharded:
         model.set_reshard_after_backward(False)
@@ -67,7 +67,6 @@ def keep(side: Side, model: Any) -> Any:
 
 
 def unshards_of(model: Any) -> list[str]:
-    """Fills with the names of groups as they are unsharded."""
     unsharded: list[str] = []
     (root,) = {module_state.root for module_state in sharded_module_states(model)}
     root.observe(lambda event, name: unsharded.append(name) if event == "unshard" else None)
@@ -87,8 +86,6 @@ def flat_adamw(model: nn.Module) -> Any:
 
 
 class ByHand:
-    """Not an optimizer of torch's: nobody is told of its steps."""
-
     def __init__(self, model: nn.Module) -> None:
         self.params = list(model.parameters())
 
@@ -145,8 +142,8 @@ def test_after_a_step_that_nobody_told_of_one_answer_is_read(world2: World) -> N
     assert costs == ["4 all-gathers, 1 all-reduces, 1 reads", NOTHING]
 
 
-def unshards_with_frozen_blocks() -> list[list[str]]:
-    """What each of three steps unshards where the blocks are frozen, and another optimizer steps in between."""
+@on_ranks(2)
+def test_what_no_optimizer_steps_is_not_unsharded_again() -> None:
     model = kept_tower()
     model.blocks.requires_grad_(False)
     other = nn.Linear(2, 2)
@@ -159,13 +156,9 @@ def unshards_with_frozen_blocks() -> list[list[str]]:
         other(torch.ones(2)).sum().backward()
         optimizers[1 if step == 1 else 0].step()
         found.append(unsharded)
-    return found
-
-
-def test_what_no_optimizer_steps_is_not_unsharded_again(world2: World) -> None:
-    for first, second, third, fourth in world2.run(unshards_with_frozen_blocks):
-        assert len(first) == 4
-        assert (second, third, fourth) == (["Tower"], [], ["Tower"])
+    first, second, third, fourth = found
+    assert len(first) == 4
+    assert (second, third, fourth) == (["Tower"], [], ["Tower"])
 
 
 # --- the numbers ----------------------------------------------------------------------------------------
@@ -235,8 +228,8 @@ def test_all_ranks_may_change_weights_between_two_forwards(
     side.note_gradients(model)
 
 
-def outputs_after_a_change_on_one_mesh() -> tuple[Tensor, Tensor]:
-    """Of a group on two meshes, of which nobody is told that the bias was changed; and of plain torch."""
+@on_ranks(2)
+def test_a_change_on_one_of_the_meshes_of_a_group_counts() -> None:
     torch.manual_seed(0)
     mesh, other = (init_device_mesh("cpu", (2,)) for _ in range(2))
 
@@ -250,19 +243,19 @@ def outputs_after_a_change_on_one_mesh() -> tuple[Tensor, Tensor]:
     model(inputs)
     model.bias.data.add_(1)
     assert len(sharded_module_states(model)[0].group.buckets) == 2
-    return model(inputs).detach(), nn.functional.linear(inputs, full(model.weight), full(model.bias))
-
-
-def test_a_change_on_one_of_the_meshes_of_a_group_counts(world2: World) -> None:
-    for actual, expected in world2.run(outputs_after_a_change_on_one_mesh):
-        torch.testing.assert_close(actual, expected)
+    expected = nn.functional.linear(inputs, full(model.weight), full(model.bias))
+    torch.testing.assert_close(model(inputs).detach(), expected)
 
 
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def answer_to_a_change(is_counted: bool) -> tuple[str, list[str]]:
-    """What the forward after it says, and what the one after that unshards."""
+@pytest.mark.parametrize(
+    ("is_counted", "says"), [(True, "blocks.1.up.weight has changed"), (False, "its parameters have changed")]
+)
+@on_ranks(2)
+def test_a_change_between_unsynchronised_microbatches_is_refused(is_counted: bool, says: str) -> None:
+    """And not used in part: the forward after that unshards what was changed."""
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
@@ -273,24 +266,12 @@ def answer_to_a_change(is_counted: bool) -> tuple[str, list[str]]:
         model(inputs)
     unsharded = unshards_of(model)
     model(inputs)
-    return str(caught.value), unsharded
+    assert f"blocks.1: {says} between microbatches" in str(caught.value)
+    assert unsharded == ["blocks.1"]
 
 
-@pytest.mark.parametrize(
-    ("is_counted", "says"),
-    [(True, "blocks.1.up.weight has changed"), (False, "its parameters have changed")],
-)
-def test_a_change_between_unsynchronised_microbatches_is_refused(
-    world2: World, is_counted: bool, says: str
-) -> None:
-    """And not used in part: the forward after that unshards what was changed."""
-    for message, unsharded in world2.run(answer_to_a_change, is_counted):
-        assert f"blocks.1: {says} between microbatches" in message
-        assert unsharded == ["blocks.1"]
-
-
-def forward_after_equal_contents() -> list[str]:
-    """What is unsharded after weights were written again, between microbatches, with the values that they had."""
+@on_ranks(2)
+def test_weights_that_are_written_with_equal_contents_are_kept() -> None:
     model = kept_tower()
     model.set_requires_gradient_sync(False)
     inputs = random_batch(0, 4, dtype=torch.float32)
@@ -298,8 +279,4 @@ def forward_after_equal_contents() -> list[str]:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     unsharded = unshards_of(model)
     model(inputs).sum().backward()
-    return unsharded
-
-
-def test_weights_that_are_written_with_equal_contents_are_kept(world2: World) -> None:
-    assert world2.run(forward_after_equal_contents) == [[], []]
+    assert unsharded == []

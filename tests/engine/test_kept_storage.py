@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World
+from on_ranks import on_ranks
 from scenario import Side, same_as_plain
 from test_memory import DEPTH, WIDTH, B, Pair, unsharded_bytes
 from torch import Tensor, nn
@@ -80,16 +81,13 @@ def test_without_asking_the_memory_is_given_back(world2: World) -> None:
         assert found["between steps"] == [0.0] * 3
 
 
-def kept_for_one_block() -> float:
+@on_ranks(2)
+def test_it_concerns_the_modules_it_was_called_for() -> None:
     model = pairs(Side(is_sharded=True))
     model[1].set_keep_unsharded_storage(True)
     model.set_keep_unsharded_storage(True, recurse=False)  # it has no parameters of its own
     model(torch.randn(2, WIDTH)).sum().backward()
-    return unsharded_bytes(model) / B
-
-
-def test_it_concerns_the_modules_it_was_called_for(world2: World) -> None:
-    assert world2.run(kept_for_one_block) == [1.0, 1.0]
+    assert unsharded_bytes(model) / B == 1.0
 
 
 @same_as_plain(2, atol=1e-12)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from events import observe
 from harness import World
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,12 +39,15 @@ def stack(policy: CommPolicy | None = None, **options: Any) -> nn.Module:
 
 
 def unsharded_bytes(model: nn.Module) -> int:
-    """Bytes of full parameters that are allocated now, in use or kept."""
     snapshot = memory_snapshot(model)
     return snapshot.unsharded_bytes + snapshot.kept_storage_bytes
 
 
-def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
+@pytest.mark.parametrize(("part_bytes", "gradients"), [(None, 2), (0, 1)], ids=["small groups", "in parts"])
+@on_ranks(2)
+def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
+    part_bytes: int | None, gradients: int
+) -> None:
     model = stack(CommPolicy(part_bytes=part_bytes))
     x = torch.randn(2, WIDTH)
     model(x).sum().backward()
@@ -59,18 +63,12 @@ def peaks_of_a_step(part_bytes: int | None) -> dict[str, float]:
     phase = "backward"
     loss.backward()
     peaks["after"] = (unsharded_bytes(model) + memory_snapshot(model).full_gradient_bytes) / B
-    return peaks
+    assert peaks == {"forward": 2, "backward": 2, "gradients": gradients, "after": 0}
 
 
-@pytest.mark.parametrize(("part_bytes", "gradients"), [(None, 2), (0, 1)], ids=["small groups", "in parts"])
-def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
-    world2: World, part_bytes: int | None, gradients: int
-) -> None:
-    for peaks in world2.run(peaks_of_a_step, part_bytes):
-        assert peaks == {"forward": 2, "backward": 2, "gradients": gradients, "after": 0}
-
-
-def most_full_gradients() -> float:
+@on_ranks(4)
+def test_sums_that_go_over_replicas_hold_no_full_gradients() -> None:
+    """Of two groups they are there: one that is reduced over the shards, and the one in backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = stack(mesh=mesh)
     x = torch.randn(2, WIDTH)
@@ -78,30 +76,25 @@ def most_full_gradients() -> float:
     peaks = [0.0]
     observe(model, lambda *_: peaks.append(memory_snapshot(model).full_gradient_bytes / B))
     model(x).sum().backward()
-    return max(peaks)
-
-
-def test_sums_that_go_over_replicas_hold_no_full_gradients(world4: World) -> None:
-    """Of two groups they are there: one that is reduced over the shards, and the one in backward."""
-    assert world4.run(most_full_gradients) == [2] * 4
-
-
-def numel_of_tensors_left(build_first: bool) -> int:
-    model = stack()
-    if build_first:
-        model(torch.randn(2, WIDTH)).sum().backward()
-    del model
-    gc.collect()
-    return sum(
-        t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if isinstance(t, nn.Parameter) and type(t) is nn.Parameter and t.shape == (WIDTH, WIDTH)
-    )
+    assert max(peaks) == 2
 
 
 @pytest.mark.parametrize("after_a_step", [False, True])
-def test_a_model_that_is_dropped_leaves_nothing_behind(world2: World, after_a_step: bool) -> None:
-    assert world2.run(numel_of_tensors_left, after_a_step) == [0, 0]
+@on_ranks(2)
+def test_a_model_that_is_dropped_leaves_nothing_behind(after_a_step: bool) -> None:
+    model = stack()
+    if after_a_step:
+        model(torch.randn(2, WIDTH)).sum().backward()
+    del model
+    gc.collect()
+    assert (
+        sum(
+            t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if isinstance(t, nn.Parameter) and type(t) is nn.Parameter and t.shape == (WIDTH, WIDTH)
+        )
+        == 0
+    )
 
 
 def parameters_on_this_rank() -> int:

@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from models import Tower, random_batch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from towers import (
     GROUPS,
@@ -28,39 +29,30 @@ from shardwise import FSDPModule, fully_shard
 # --- unshard and reshard --------------------------------------------------------------------------
 
 
-def views_of_an_unsharded_model(async_op: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(("world", "async_op"), [(1, False), (2, True), (3, False)], indirect=["world"])
+@on_ranks()
+def test_between_unshard_and_reshard_a_module_sees_its_full_parameters(async_op: bool) -> None:
+    values = dict(plain_tower().named_parameters())
     model = sharded_tower()
     everything = names_of_dtensors(model)
     registered = dict(model.named_parameters())
     handle = model.unshard(async_op=async_op)
     handle.wait()
-    seen = {
-        "before": everything,
-        "between": names_of_dtensors(model),
-        "values": {name: attribute(model, name).detach().clone() for name in ROOT},
-        "requires_grad": [attribute(model, name).requires_grad for name in ROOT],
-        "classes": {type(attribute(model, name)) for name in ROOT},
-        "registered": all(registered[name] is param for name, param in model.named_parameters()),
-    }
+    # Its own group only: the blocks stay as they were.
+    assert names_of_dtensors(model) == [name for name in values if name not in ROOT]
+    for name in ROOT:
+        param = attribute(model, name)
+        assert torch.equal(param.detach(), values[name].detach())
+        assert type(param) is nn.Parameter
+        assert param.requires_grad
+    assert all(registered[name] is param for name, param in model.named_parameters())
     model.reshard()
-    return seen | {"after": names_of_dtensors(model)}
+    assert everything == names_of_dtensors(model) == list(values)
 
 
-@pytest.mark.parametrize(("world", "async_op"), [(1, False), (2, True), (3, False)], indirect=["world"])
-def test_between_unshard_and_reshard_a_module_sees_its_full_parameters(world: World, async_op: bool) -> None:
-    values = dict(plain_tower().named_parameters())
-    for seen in world.run(views_of_an_unsharded_model, async_op):
-        assert seen["before"] == seen["after"] == list(values)
-        # Its own group only: the blocks stay as they were.
-        assert seen["between"] == [name for name in values if name not in ROOT]
-        for name in ROOT:
-            assert torch.equal(seen["values"][name], values[name].detach())
-        assert seen["classes"] == {nn.Parameter}
-        assert seen["requires_grad"] == [True] * 4
-        assert seen["registered"]
-
-
-def views_until_the_wait() -> list[list[str]]:
+@on_ranks(2)
+def test_an_asynchronous_unshard_shows_its_result_after_the_wait() -> None:
+    sharded = [name for name, _ in plain_tower().blocks[1].named_parameters()]
     model = sharded_tower()
     handle = model.blocks[1].unshard(async_op=True)
     views = [names_of_dtensors(model.blocks[1])]
@@ -71,16 +63,12 @@ def views_until_the_wait() -> list[list[str]]:
     handle.wait()
     views.append(names_of_dtensors(model.blocks[1]))
     model.blocks[1].reshard()
-    return views
+    assert views == [sharded, [], sharded]
 
 
-def test_an_asynchronous_unshard_shows_its_result_after_the_wait(world2: World) -> None:
-    sharded = [name for name, _ in plain_tower().blocks[1].named_parameters()]
-    for views in world2.run(views_until_the_wait):
-        assert views == [sharded, [], sharded]
-
-
-def events_with_unshards_by_hand(async_op: bool, waits: bool) -> tuple[list[str], dict[str, Tensor | None]]:
+@pytest.mark.parametrize(("async_op", "waits"), [(False, False), (True, True), (True, False)])
+@on_ranks(2)
+def test_forward_uses_what_was_unsharded_by_hand(async_op: bool, waits: bool) -> None:
     model = sharded_tower()
     events = events_of(model)
     for module in (model, model.blocks[0], model.blocks[0]):
@@ -88,22 +76,18 @@ def events_with_unshards_by_hand(async_op: bool, waits: bool) -> tuple[list[str]
         if waits:
             handle.wait()
     backward(model)
-    return events, gradients(model)
+    got = gradients(model)
+    forward = events[: events.index("forward blocks.1")]
+    assert counts(forward, "unshard") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1}
+    assert events.index("unshard blocks.0") < events.index("forward Tower")
+    # Once used, it is freed as ever.
+    assert "free blocks.0" in forward
+    assert_close(got, plain_gradients(0))
 
 
-@pytest.mark.parametrize(("async_op", "waits"), [(False, False), (True, True), (True, False)])
-def test_forward_uses_what_was_unsharded_by_hand(world2: World, async_op: bool, waits: bool) -> None:
-    for events, got in world2.run(events_with_unshards_by_hand, async_op, waits):
-        forward = events[: events.index("forward blocks.1")]
-        assert counts(forward, "unshard") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1}
-        assert events.index("unshard blocks.0") < events.index("forward Tower")
-        # Once used, it is freed as ever.
-        assert "free blocks.0" in forward
-        assert_close(got, plain_gradients(0))
-
-
-def outputs_by_hand() -> Tensor:
-    """The parts of the model, run one by one inside of what the caller unsharded."""
+@on_ranks(2)
+def test_layers_run_by_hand_inside_of_unshard_and_reshard() -> None:
+    expected = plain_tower()(random_batch(0, 4)).detach()
     model = sharded_tower()
     model.unshard()
     x = model.inlet(random_batch(0, 4))
@@ -113,16 +97,12 @@ def outputs_by_hand() -> Tensor:
         block.reshard()
     x = model.outlet(x)
     model.reshard()
-    return x.detach()
+    assert torch.equal(x.detach(), expected)
 
 
-def test_layers_run_by_hand_inside_of_unshard_and_reshard(world2: World) -> None:
-    expected = plain_tower()(random_batch(0, 4)).detach()
-    for output in world2.run(outputs_by_hand):
-        assert torch.equal(output, expected)
-
-
-def unshards_around_an_eval_forward() -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_what_was_unsharded_by_hand_stays_until_a_forward_has_used_it() -> None:
+    everything = [name for name, _ in plain_tower().named_parameters()]
     model = sharded_tower()
     model.unshard()
     with torch.no_grad():
@@ -131,17 +111,12 @@ def unshards_around_an_eval_forward() -> tuple[list[str], list[str]]:
     model.blocks[2].unshard()
     with torch.no_grad():
         model.blocks[0](random_batch(0, 4))
-    return freed, names_of_dtensors(model.blocks[2])
+    assert freed == everything
+    assert names_of_dtensors(model.blocks[2]) == []
 
 
-def test_what_was_unsharded_by_hand_stays_until_a_forward_has_used_it(world2: World) -> None:
-    everything = [name for name, _ in plain_tower().named_parameters()]
-    for freed, kept in world2.run(unshards_around_an_eval_forward):
-        assert freed == everything
-        assert kept == []
-
-
-def gradients_after_resharding_between_forward_and_backward() -> dict[str, Tensor | None]:
+@on_ranks(2)
+def test_what_the_caller_freed_between_forward_and_backward_is_unsharded_again() -> None:
     model = sharded_tower(reshard_after_forward=False)
     loss = model(random_batch(0, 4)).pow(2).mean()
     for module in model.modules():
@@ -149,15 +124,11 @@ def gradients_after_resharding_between_forward_and_backward() -> dict[str, Tenso
             module.reshard()
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
     loss.backward()
-    return gradients(model)
+    assert_close(gradients(model), plain_gradients(0))
 
 
-def test_what_the_caller_freed_between_forward_and_backward_is_unsharded_again(world2: World) -> None:
-    for got in world2.run(gradients_after_resharding_between_forward_and_backward):
-        assert_close(got, plain_gradients(0))
-
-
-def views_of_a_block_unsharded_before_its_parent_is_sharded() -> tuple[list[str], dict[str, Tensor | None]]:
+@on_ranks(2)
+def test_a_block_may_be_unsharded_while_its_parent_is_sharded() -> None:
     model = plain_tower()
     for block in model.blocks:
         fully_shard(block)
@@ -166,39 +137,23 @@ def views_of_a_block_unsharded_before_its_parent_is_sharded() -> tuple[list[str]
     unsharded = names_of_dtensors(model.blocks[1])
     backward(model)
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
-    return unsharded, gradients(model)
+    got = gradients(model)
+    assert unsharded == []
+    assert_close(got, plain_gradients(0))
 
 
-def test_a_block_may_be_unsharded_while_its_parent_is_sharded(world2: World) -> None:
-    for unsharded, got in world2.run(views_of_a_block_unsharded_before_its_parent_is_sharded):
-        assert unsharded == []
-        assert_close(got, plain_gradients(0))
-
-
-def views_of_a_pair() -> list[list[str]]:
+@on_ranks(2)
+def test_modules_of_one_group_are_unsharded_together() -> None:
+    names = [name for name, _ in plain_tower().blocks[0].named_parameters()]
     model = plain_tower()
     first, second, third = model.blocks
     fully_shard([first, third])
     fully_shard(model)
     third.unshard()
-    return [names_of_dtensors(block) for block in (first, second, third)]
-
-
-def test_modules_of_one_group_are_unsharded_together(world2: World) -> None:
-    names = [name for name, _ in plain_tower().blocks[0].named_parameters()]
-    for views in world2.run(views_of_a_pair):
-        assert views == [[], names, []]
+    assert [names_of_dtensors(block) for block in (first, second, third)] == [[], names, []]
 
 
 # --- set_requires_gradient_sync -------------------------------------------------------------------
-
-
-def reductions_without_sync(on: str, recurse: bool) -> list[str]:
-    model = sharded_tower()
-    model.get_submodule(on).set_requires_gradient_sync(False, recurse=recurse)
-    events = events_of(model)
-    backward(model)
-    return sorted(counts(events, "reduce"))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +164,13 @@ def reductions_without_sync(on: str, recurse: bool) -> list[str]:
         ("blocks.1", True, ["Tower", "blocks.0", "blocks.2"]),
     ],
 )
-def test_groups_told_not_to_synchronise_do_not_reduce(
-    world2: World, on: str, recurse: bool, reduced: list[str]
-) -> None:
-    for got in world2.run(reductions_without_sync, on, recurse):
-        assert got == reduced
+@on_ranks(2)
+def test_groups_told_not_to_synchronise_do_not_reduce(on: str, recurse: bool, reduced: list[str]) -> None:
+    model = sharded_tower()
+    model.get_submodule(on).set_requires_gradient_sync(False, recurse=recurse)
+    events = events_of(model)
+    backward(model)
+    assert sorted(counts(events, "reduce")) == reduced
 
 
 def accumulated() -> tuple[dict[str, int], dict[str, Tensor | None]]:
@@ -231,7 +188,9 @@ def test_accumulation_reduces_once_and_adds_everything_up(world2: World) -> None
         assert_close(got, plain_gradients(0, 1, 2))
 
 
-def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str, Tensor | None]]:
+@on_ranks(2)
+def test_a_setting_made_before_the_parent_is_sharded_stays() -> None:
+    want = plain_gradients(0)
     model = plain_tower()
     for block in model.blocks:
         fully_shard(block)
@@ -242,30 +201,16 @@ def reductions_of_a_setting_made_before_the_root() -> tuple[list[str], dict[str,
     fully_shard(model)
     events = events_of(model)
     backward(model)
-    return [event for event in events if event.split()[0] in ("reduce", "free")], gradients(model.blocks[1:])
-
-
-def test_a_setting_made_before_the_parent_is_sharded_stays(world2: World) -> None:
-    want = plain_gradients(0)
-    for events, got in world2.run(reductions_of_a_setting_made_before_the_root):
-        assert "reduce blocks.0" not in events
-        assert "reduce blocks.1" in events
-        assert "free blocks.1" in events
-        assert "free blocks.2" not in events
-        assert_close({"w": got["0.up.weight"]}, {"w": want["blocks.1.up.weight"]}, 2 / 16)
-        assert_close({"w": got["1.up.weight"]}, {"w": want["blocks.2.up.weight"]})
+    got = gradients(model.blocks[1:])
+    assert "reduce blocks.0" not in events
+    assert "reduce blocks.1" in events
+    assert "free blocks.1" in events
+    assert "free blocks.2" not in events
+    assert_close({"w": got["0.up.weight"]}, {"w": want["blocks.1.up.weight"]}, 2 / 16)
+    assert_close({"w": got["1.up.weight"]}, {"w": want["blocks.2.up.weight"]})
 
 
 # --- set_reshard_after_forward and _backward ------------------------------------------------------
-
-
-def unshards_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str, int]:
-    model = sharded_tower()
-    model.set_reshard_after_forward(not after_forward)
-    model.get_submodule(on).set_reshard_after_forward(after_forward, recurse=recurse)
-    events = events_of(model)
-    backward(model)
-    return counts(events, "unshard")
 
 
 @pytest.mark.parametrize(
@@ -279,14 +224,26 @@ def unshards_of_a_step(after_forward: bool, on: str, recurse: bool) -> dict[str,
         (False, "blocks.1", True, [2, 2, 1, 2]),
     ],
 )
+@on_ranks(2)
 def test_what_is_freed_after_forward_is_unsharded_again_for_backward(
-    world2: World, after_forward: bool, on: str, recurse: bool, unshards: list[int]
+    after_forward: bool, on: str, recurse: bool, unshards: list[int]
 ) -> None:
-    for got in world2.run(unshards_of_a_step, after_forward, on, recurse):
-        assert got == dict(zip(GROUPS, unshards, strict=True))
+    model = sharded_tower()
+    model.set_reshard_after_forward(not after_forward)
+    model.get_submodule(on).set_reshard_after_forward(after_forward, recurse=recurse)
+    events = events_of(model)
+    backward(model)
+    assert counts(events, "unshard") == dict(zip(GROUPS, unshards, strict=True))
 
 
-def unshards_of_the_next_forward(on: str, recurse: bool) -> dict[str, int]:
+@pytest.mark.parametrize(
+    ("on", "recurse", "unsharded"),
+    [("", True, []), ("", False, GROUPS[1:]), ("blocks.1", True, ["Tower", "blocks.0", "blocks.2"])],
+)
+@on_ranks(2)
+def test_what_is_kept_after_backward_is_not_unsharded_by_the_next_forward(
+    on: str, recurse: bool, unsharded: list[str]
+) -> None:
     model = sharded_tower(reshard_after_forward=False)
     model.get_submodule(on).set_reshard_after_backward(False, recurse=recurse)
     backward(model)
@@ -297,23 +254,14 @@ def unshards_of_the_next_forward(on: str, recurse: bool) -> dict[str, int]:
     model.set_reshard_after_backward(True)
     output.sum().backward()
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
-    return unshards
-
-
-@pytest.mark.parametrize(
-    ("on", "recurse", "unsharded"),
-    [("", True, []), ("", False, GROUPS[1:]), ("blocks.1", True, ["Tower", "blocks.0", "blocks.2"])],
-)
-def test_what_is_kept_after_backward_is_not_unsharded_by_the_next_forward(
-    world2: World, on: str, recurse: bool, unsharded: list[str]
-) -> None:
-    assert world2.run(unshards_of_the_next_forward, on, recurse) == [dict.fromkeys(unsharded, 1)] * 2
+    assert unshards == dict.fromkeys(unsharded, 1)
 
 
 # --- set_is_last_backward -------------------------------------------------------------------------
 
 
-def two_backwards_a_step() -> tuple[list[str], dict[str, Tensor | None]]:
+@on_ranks(2)
+def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not() -> None:
     model = sharded_tower()
     events = events_of(model)
     model.set_is_last_backward(False)
@@ -321,13 +269,9 @@ def two_backwards_a_step() -> tuple[list[str], dict[str, Tensor | None]]:
     first = list(events)
     model.set_is_last_backward(True)
     backward(model, 1)
-    return first, gradients(model)
-
-
-def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not(world2: World) -> None:
-    for first, got in world2.run(two_backwards_a_step):
-        assert counts(first, "reduce") == counts(first, "reduced") == dict.fromkeys(GROUPS, 1)
-        assert_close(got, plain_gradients(0, 1))
+    got = gradients(model)
+    assert counts(first, "reduce") == counts(first, "reduced") == dict.fromkeys(GROUPS, 1)
+    assert_close(got, plain_gradients(0, 1))
 
 
 # --- prefetch lists -------------------------------------------------------------------------------
@@ -403,7 +347,6 @@ def unshards_of_the_second_step(emptied: list[str]) -> list[str]:
 
 
 def test_an_empty_list_stops_a_module_from_unsharding_ahead(world2: World) -> None:
-    """Each unshard then comes right before its own use."""
     for events in world2.run(unshards_of_the_second_step, ["", "blocks.0", "blocks.1", "blocks.2"]):
         unshards = [i for i, event in enumerate(events) if event.startswith("unshard")]
         assert len(unshards) >= 6
@@ -458,7 +401,8 @@ def test_a_factor_concerns_what_it_was_set_on(world2: World, calls: list[Any], d
             assert_close({name: got[name]}, {name: want[name]}, 2 / divisors[block])
 
 
-def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
+@on_ranks(2)
+def test_accumulated_gradients_are_divided_once() -> None:
     model = sharded_tower()
     model.set_gradient_divide_factor(8.0)
     model.set_requires_gradient_sync(False)
@@ -466,24 +410,15 @@ def gradients_accumulated_and_divided() -> dict[str, Tensor | None]:
     model.set_requires_gradient_sync(True)
     backward(model, 1)
     backward(model, 2)
-    return gradients(model)
-
-
-def test_accumulated_gradients_are_divided_once(world2: World) -> None:
-    for got in world2.run(gradients_accumulated_and_divided):
-        assert_close(got, plain_gradients(0, 1, 2), 2 / 8)
+    assert_close(gradients(model), plain_gradients(0, 1, 2), 2 / 8)
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------
 
 
-def wrapped_in_ddp() -> str:
-    return refusal(nn.parallel.DistributedDataParallel, sharded_tower())
-
-
-def test_a_sharded_module_tells_ddp_that_it_needs_no_wrapper(world2: World) -> None:
-    for found in world2.run(wrapped_in_ddp):
-        assert_expected_inline(
-            found,
-            """TypeError: DistributedDataParallel: Tower is sharded, and this library reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates alone.""",
-        )
+@on_ranks(2)
+def test_a_sharded_module_tells_ddp_that_it_needs_no_wrapper() -> None:
+    assert_expected_inline(
+        refusal(nn.parallel.DistributedDataParallel, sharded_tower()),
+        """TypeError: DistributedDataParallel: Tower is sharded, and this library reduces its gradients. Train the model as it is, without a wrapper. To replicate as well, shard it with strategy="hybrid" or on a mesh with a dimension to replicate over; strategy="ddp" replicates alone.""",
+    )

@@ -1,7 +1,4 @@
-"""Backwards and forwards inside of a backward: nothing is freed that something around them has yet to use.
-
-Scripts run plainly and sharded (scenario.py) in float64.
-"""
+"""Backwards and forwards inside of a backward: nothing is freed that something around them has yet to use."""
 
 from typing import Any
 

@@ -16,15 +16,15 @@ from comparing import assert_all_same, assert_as_plain
 from events import events_of
 from failure_models import Failure, fragile_tower
 from harness import World
-from meshed import Asks, gradients_of, parameters_of
+from meshed import assert_refused_in_a_pass, gradients_of, parameters_of
 from models import built, even_tower, random_batch, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from strategies import FOUR, HYBRID, SOME_PLANS, Plan, Wire, part
 from torch import Tensor, nn
 
 import shardwise
-from shardwise import fully_shard
 from shardwise.observe import memory_snapshot
 
 by_plan = pytest.mark.parametrize(
@@ -35,13 +35,11 @@ by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
 @contextmanager
 def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterator[None]:
-    """`no_sync` where the model is sharded."""
     with shardwise.no_sync(model) if plan is not None and is_quiet else nullcontext():
         yield
 
 
 def waits(model: nn.Module, side: Side, is_quiet: bool = True) -> Any:
-    """`no_sync` where the scenario is sharded."""
     return shardwise.no_sync(model) if side.is_sharded and is_quiet else nullcontext()
 
 
@@ -57,7 +55,6 @@ PATTERNS = ["QQS", "SQqS", "sZS", "QSS"]
 
 
 def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
-    """Two steps over several microbatches."""
     model = built(uneven_tower)
     if plan is not None:
         plan.shard(model)
@@ -156,7 +153,6 @@ def test_a_module_that_only_contains_sharded_ones_will_do(side: Side, strategy: 
 
 @same_as_plain(2)
 def test_a_single_block_may_defer(side: Side) -> None:
-    """Only one block defers; what the others have is reduced each time."""
     model = side.shard_tower(built(even_tower))
     for microbatch in range(3):
         with waits(model.blocks[1], side, microbatch < 2):
@@ -168,7 +164,6 @@ def test_a_single_block_may_defer(side: Side) -> None:
 
 @same_as_plain(2)
 def test_ignored_parameters_that_are_averaged_wait_too(side: Side) -> None:
-    """Parameters that are left alone but averaged wait as well."""
     model = built(even_tower)
     if side.is_sharded:
         with warnings.catch_warnings():
@@ -206,8 +201,12 @@ def test_an_exception_inside_leaves_what_was_there_before(side: Side) -> None:
 # --- what travels ---------------------------------------------------------------------------------
 
 
-def sent_inside(plan: Plan) -> dict[str, float]:
-    """Bytes of backwards alone: what the gradients cost, and unshards that come with backward."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy not in ("zero3", "hybrid")], ids=str)
+@on_ranks(4)
+def test_no_gradient_travels_inside(plan: Plan) -> None:
+    """Of the strategies that unshard nothing in backward, so that all bytes are those of gradients."""
+    # Bytes of backwards alone: what the gradients cost, and unshards that come with backward
     model = plan.shard(built(even_tower))
     loss_of(model, plan, 0).backward()
     sent: dict[str, float] = {}
@@ -217,20 +216,11 @@ def sent_inside(plan: Plan) -> dict[str, float]:
             with Wire() as wire:
                 loss.backward()
         sent[name] = wire.sums if plan.strategy == "ddp" else wire.bytes
-    return sent
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("plan", [plan for plan in FOUR if plan.strategy not in ("zero3", "hybrid")], ids=str)
-def test_no_gradient_travels_inside(world4: World, plan: Plan) -> None:
-    """Of the strategies that unshard nothing in backward, so that all bytes are those of gradients."""
-    for sent in world4.run(sent_inside, plan):
-        assert sent["first"] == sent["second"] == 0
-        assert sent["outside"] > 0
+    assert sent["first"] == sent["second"] == 0
+    assert sent["outside"] > 0
 
 
 def unshards(plan: Plan, pattern: str) -> list[list[str]]:
-    """What is unsharded in each microbatch of a pattern, after a step."""
     model = plan.shard(built(even_tower))
     loss_of(model, plan, 0).backward()
     with torch.no_grad():
@@ -290,19 +280,6 @@ def test_what_was_kept_inside_is_freed_by_the_backward_after(world2: World) -> N
         assert world2.run(freed_after, Plan(strategy, 2)) == [want, want], strategy
 
 
-@same_as_plain(2)
-def test_an_evaluation_between_microbatches_disturbs_nothing(side: Side) -> None:
-    """Where parameters outlive the backward inside."""
-    model = side.shard_tower(built(even_tower), reshard_after_forward=False)
-    with waits(model, side):
-        mean_of_squares(model, side.inputs(0)).backward()
-    with torch.no_grad():
-        side.note_rows("evaluation", model(side.inputs(1)))
-    mean_of_squares(model, side.inputs(2)).backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
-
-
 # --- settings -------------------------------------------------------------------------------------
 
 
@@ -312,7 +289,9 @@ def settings_of(model: nn.Module) -> list[tuple[bool, Any, bool]]:
     return [(s.requires_gradient_sync, s.reshard_after_forward, s.reshard_after_backward) for s in found]
 
 
-def settings_around(how: str) -> list[list[tuple[bool, Any, bool]]]:
+@pytest.mark.parametrize("how", ["once", "twice", "raised"])
+@on_ranks(2)
+def test_each_group_gets_its_own_settings_back(how: str) -> None:
     model = built(even_tower)
     shardwise.shard_model(model, strategy="zero2", overrides={"blocks.1": "zero1", "blocks.2": "zero3"})
     model.blocks[1].set_requires_gradient_sync(False)
@@ -326,47 +305,22 @@ def settings_around(how: str) -> list[list[tuple[bool, Any, bool]]]:
         if how == "raised":
             raise Failure("inside")
     found.append(settings_of(model))
-    return found
-
-
-@pytest.mark.parametrize("how", ["once", "twice", "raised"])
-def test_each_group_gets_its_own_settings_back(world2: World, how: str) -> None:
-    for before, *inside, after in world2.run(settings_around, how):
-        assert before == after
-        assert [syncs for syncs, *_ in before] == [True, True, False, True]
-        assert before[1][1:] != before[2][1:] != before[3][1:]
-        assert inside
-        assert all(not syncs for each in inside for syncs, *_ in each)
+    before, *inside, after = found
+    assert before == after
+    assert [syncs for syncs, *_ in before] == [True, True, False, True]
+    assert before[1][1:] != before[2][1:] != before[3][1:]
+    assert inside
+    assert all(not syncs for each in inside for syncs, *_ in each)
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def asked_inside(when: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The refusal, and the gradients afterwards beside those of a model that never asked."""
-    found = []
-    for is_asking in (True, False):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"inner": nn.Sequential(Asks(shardwise.no_sync), nn.Tanh())})
-        asking = model["inner"][0]
-        for each in (asking, model["inner"]):
-            fully_shard(each)
-        asking.about = [model["inner"] if outer else asking]
-        asking.when = when if is_asking else ""
-        for microbatch in range(2):
-            model["inner"](random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
-        found.append((asking.message, gradients_of(model)))
-    return found[0][0], found[0][1], found[1][1]
-
-
 @pytest.mark.parametrize(("when", "outer"), [("forward", True), ("forward", False), ("backward", True)])
-def test_it_is_refused_inside_a_running_pass(world2: World, when: str, outer: bool) -> None:
-    for message, got, want in world2.run(asked_inside, when, outer):
-        assert message.startswith("RuntimeError: ")
-        assert "no_sync" in message
-        assert when in message
-        assert ("Sequential" if outer else "0") in message
-        assert_all_same([got], want)
+@on_ranks(2)
+def test_it_is_refused_inside_a_running_pass(when: str, outer: bool) -> None:
+    words = ("no_sync", "Sequential" if outer else "0")
+    assert_refused_in_a_pass(shardwise.no_sync, when, *words, of_root=outer)
 
 
 @pytest.mark.parametrize(

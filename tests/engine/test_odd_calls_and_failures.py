@@ -1,6 +1,6 @@
 """Calls in odd places, and what an exception leaves behind (docs/explain/failures.md).
 
-Scripts run plainly and sharded (scenario.py) in float64. Exceptions are raised on all ranks at the
+Exceptions are raised on all ranks at the
 same point and caught there, as a training loop does that skips a bad batch.
 """
 
@@ -14,6 +14,7 @@ from failure_models import Chain, CheckpointedTower, Constrained, Failure, Fragi
 from harness import World
 from meshed import refusal
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, assert_same, same_as_plain
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ RESHARD = [None, True, False]
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_a_block_may_be_called_alone_at_any_time(side: Side, reshard: bool | None) -> None:
-    """A block is called before the root, between two calls of it, after it, and trained alone."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
     first, second, _ = model.blocks
@@ -82,8 +82,6 @@ def test_several_roots_may_share_a_loss(side: Side) -> None:
 
 
 class Holder(nn.Module):
-    """A root that calls another root, which it does not contain."""
-
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([block()])
@@ -139,8 +137,6 @@ def test_the_root_may_be_sharded_between_forward_and_backward_of_a_block(side: S
 
 
 class Grouped(nn.Module):
-    """Inlet and outlet are one group; some forwards use only one of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inlet, self.outlet = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -173,8 +169,6 @@ def test_modules_of_one_group_need_not_all_run(side: Side, reshard: bool | None)
 
 
 class WithMethods(Chain):
-    """Run through another method, which calls forward in turn."""
-
     def __init__(self) -> None:
         super().__init__(block, block)
 
@@ -209,17 +203,13 @@ def test_registered_methods_train_as_forward_does(side: Side) -> None:
 # --- order of sharding ----------------------------------------------------------------------------
 
 
-def error_of_top_down() -> str:
+@on_ranks(2)
+def test_a_child_sharded_after_its_parent_is_refused_with_both_names() -> None:
     model = nn.ModuleDict({"tower": even_tower()})["tower"]
     fully_shard(model)
     with pytest.raises(ValueError, match="bottom-up") as caught:
         fully_shard(model.blocks[0])
-    return str(caught.value)
-
-
-def test_a_child_sharded_after_its_parent_is_refused_with_both_names(world2: World) -> None:
-    first, second = world2.run(error_of_top_down)
-    assert first == second
+    first = str(caught.value)
     assert_expected_inline(
         first,
         """fully_shard: Block 'blocks.0' is inside Tower, which was sharded before and has taken its parameters. Apply fully_shard bottom-up: on the inner modules first, then on Tower.""",
@@ -288,8 +278,6 @@ def test_nothing_is_left_unsharded_after_a_failure(side: Side, fails: str, resha
 
 
 class FallsBack(Chain):
-    """Catches what a block raises, and goes on without it."""
-
     def __init__(self) -> None:
         super().__init__(Fragile, Fragile, Fragile)
 
@@ -403,16 +391,12 @@ def test_a_failed_backward_after_unsynchronised_ones_asks_for_zero_grad(
     assert_same(world2, told_after_failed_backward, synchronises, clear)
 
 
-def told_when_cleared_late() -> str:
-    return told_after_failed_backward(Side(is_sharded=True), False, "late")
-
-
-def test_it_says_which_gradients_are_incomplete(world2: World) -> None:
-    for told in world2.run(told_when_cleared_late):
-        assert_expected_inline(
-            told,
-            """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias and 18 more: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
-        )
+@on_ranks(2)
+def test_it_says_which_gradients_are_incomplete() -> None:
+    assert_expected_inline(
+        told_after_failed_backward(Side(is_sharded=True), False, "late"),
+        """RuntimeError: inlet.weight, inlet.bias, outlet.weight, outlet.bias and 18 more: a backward failed while gradients of earlier ones without synchronisation waited to be reduced. Some parameters have lost these, others still have them, so that their sums would be of different microbatches. Call zero_grad(), and begin this step again.""",
+    )
 
 
 @same_as_plain(2)
@@ -470,7 +454,6 @@ def test_training_goes_on_after_a_refused_change_of_a_weight(side: Side) -> None
 
 @same_as_plain(2)
 def test_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
-    """A gradient hook that runs the model, to log what it would say."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     model.blocks[1].register_forward_hook(lambda m, args, out: watch(out))
@@ -490,7 +473,6 @@ def test_the_model_may_be_evaluated_inside_backward(side: Side) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("which", ["pre", "post", "root_post", "inner", "post_accumulate"])
 def test_a_hook_of_the_caller_may_fail(side: Side, which: str) -> None:
-    """The caller's own hooks fail, before and after ours."""
     model = side.shard_tower(built(even_tower))
     optimizer = adamw(model)
     is_failing = False

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from lending import lent_buffers
-from meshed import gradients_of, parameters_of, part, tensors_of, whole
+from meshed import gradients_of, parameters_of, part, refusal, tensors_of, whole
 from models import (
     built,
     even_tower,
@@ -30,6 +30,7 @@ from models import (
     random_batch,
     shard_tower,
     token_batch,
+    uneven_batch,
     uneven_tower,
 )
 from on_ranks import on_ranks
@@ -89,16 +90,12 @@ def float_loss(model: nn.Module, inputs: Tensor) -> Tensor:
     return (model(inputs).float() - inputs.float().sum(dim=-1, keepdim=True)).pow(2).mean()
 
 
-def seven_wide(step: int, size: int) -> Tensor:
-    return random_batch(step, size, 7)
-
-
 def text_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return next_token_loss(lambda t: model(t).float(), tokens)  # type: ignore[arg-type]
 
 
 TOWER = Program(even_tower, random_batch, float_loss)
-UNEVEN = Program(uneven_tower, seven_wide, float_loss)
+UNEVEN = Program(uneven_tower, uneven_batch, float_loss)
 TEXT = Program(language_model, token_batch, text_loss)
 MICROBATCHES = Program(even_tower, random_batch, float_loss, microbatches=3)
 
@@ -110,7 +107,6 @@ class Simulation:
 
 
 def simulated(program: Program, policy: Policy, world: int) -> Simulation:
-    """The whole world's training, one rank after the other, in plain PyTorch."""
     model = program.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     params = dict(model.named_parameters())
@@ -180,7 +176,6 @@ class cast_around:
 
 
 def inner(policy: Policy) -> Policy:
-    """For the blocks: what leaves them goes on in low precision."""
     return {**policy, "output_dtype": None}
 
 
@@ -243,11 +238,7 @@ TRAINED: dict[str, tuple[Program, Policy, float]] = {
     "microbatches_in_f64": (MICROBATCHES, {"param_dtype": F64}, 2 * eps(F32)),
     "f32_microbatches_in_bf16": (MICROBATCHES, {"reduce_dtype": BF16}, 12 * eps(BF16)),
     "f16_microbatches_in_f64": (MICROBATCHES, {**HALF, "accumulate_dtype": F64}, 4 * eps(F16)),
-    "bf16_microbatches_in_f32": (
-        MICROBATCHES,
-        {"param_dtype": BF16, "accumulate_dtype": F32},
-        8 * eps(BF16),
-    ),
+    "bf16_microbatches_in_f32": (MICROBATCHES, {"param_dtype": BF16, "accumulate_dtype": F32}, 8 * eps(BF16)),
 }
 
 
@@ -264,8 +255,6 @@ def test_training_equals_a_simulation_of_the_casts(
 
 
 class Probe(nn.Module):
-    """A linear layer that remembers what its forward met."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width, width))
@@ -274,21 +263,6 @@ class Probe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = [x.dtype, self.weight.dtype]
         return x.to(self.weight.dtype) @ self.weight
-
-
-def dtypes_of(policy: Policy, own: torch.dtype, inputs: torch.dtype) -> list[torch.dtype]:
-    model = fully_shard(Probe().to(own), mp_policy=MixedPrecisionPolicy(**policy))
-    x = torch.ones(2, 4, dtype=inputs, requires_grad=True)
-    output = model(x)
-    output.sum().backward()
-    weight = model.weight
-    assert isinstance(weight, DTensor)
-    assert isinstance(weight.grad, DTensor)
-    torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9).step()
-    assert x.grad is not None
-    assert x.grad.dtype == inputs
-    assert torch.equal(x.grad, torch.full_like(x, 4.0))  # it came back through the cast
-    return [*model.seen, output.dtype, weight.dtype, weight.grad.dtype]
 
 
 # Policy, dtype of the parameter, dtype of the input; then what is seen: input and weight in forward,
@@ -319,19 +293,28 @@ DTYPES: dict[str, tuple[Policy, torch.dtype, torch.dtype, list[torch.dtype]]] = 
 @pytest.mark.thin(2)
 @one_or_two
 @pytest.mark.parametrize(("policy", "own", "inputs", "expected"), DTYPES.values(), ids=DTYPES)
+@on_ranks()
 def test_each_tensor_has_the_dtype_that_the_policy_names(
-    world: World, policy: Policy, own: torch.dtype, inputs: torch.dtype, expected: list[torch.dtype]
+    policy: Policy, own: torch.dtype, inputs: torch.dtype, expected: list[torch.dtype]
 ) -> None:
-    for found in world.run(dtypes_of, policy, own, inputs):
-        assert found == expected
+    model = fully_shard(Probe().to(own), mp_policy=MixedPrecisionPolicy(**policy))
+    x = torch.ones(2, 4, dtype=inputs, requires_grad=True)
+    output = model(x)
+    output.sum().backward()
+    weight = model.weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(weight.grad, DTensor)
+    torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9).step()
+    assert x.grad is not None
+    assert x.grad.dtype == inputs
+    assert torch.equal(x.grad, torch.full_like(x, 4.0))  # it came back through the cast
+    assert [*model.seen, output.dtype, weight.dtype, weight.grad.dtype] == expected
 
 
 Pair = namedtuple("Pair", ["first", "second"])
 
 
 class Collector(nn.Module):
-    """Returns what it was given, beside something computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
@@ -376,7 +359,8 @@ def test_floating_tensors_in_containers_are_cast_and_nothing_else(
         assert seen == expected
 
 
-def blocks_of_other_policies() -> tuple[list[Any], dict[str, Any]]:
+@on_ranks(2)
+def test_each_block_follows_its_own_policy() -> None:
     """A router in float32 between blocks in bfloat16, as mixtures of experts have it."""
     model = nn.Sequential(Probe(), Probe(), Probe())
     low = MixedPrecisionPolicy(**SPLIT)
@@ -385,18 +369,17 @@ def blocks_of_other_policies() -> tuple[list[Any], dict[str, Any]]:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=F32, cast_forward_inputs=False))
     output = model(torch.ones(2, 4) / 64)
     output.sum().backward()
-    return [*(each.seen for each in model), output.dtype], tensors_of(model)
+    seen = [*(each.seen for each in model), output.dtype]
+    tensors = tensors_of(model)
+    assert seen == [[BF16, BF16], [F32, F32], [BF16, BF16], F32]
+    assert all(each.dtype == F32 for each in tensors.values())
+    # All values are powers of two, so the gradients are exact.
+    assert all(torch.equal(tensors[f"gradient of {i}.weight"], torch.full((4, 4), 0.5)) for i in range(3))
 
 
-def test_each_block_follows_its_own_policy(world2: World) -> None:
-    for seen, tensors in world2.run(blocks_of_other_policies):
-        assert seen == [[BF16, BF16], [F32, F32], [BF16, BF16], F32]
-        assert all(each.dtype == F32 for each in tensors.values())
-        # All values are powers of two, so the gradients are exact.
-        assert all(torch.equal(tensors[f"gradient of {i}.weight"], torch.full((4, 4), 0.5)) for i in range(3))
-
-
-def evaluation_and_state() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_evaluating_in_low_precision_leaves_weights_and_states_in_float32() -> None:
+    plain = TOWER.model().state_dict()
     model = sharded(TOWER.model(), SPLIT)
     before = {name: full(value) for name, value in model.state_dict().items()}
     with torch.inference_mode():  # before anything else has made buffers and their views
@@ -408,17 +391,11 @@ def evaluation_and_state() -> tuple[Any, ...]:
     optimizer = torch.optim.AdamW(model.parameters())
     float_loss(model, torch.ones(2, 8)).backward()
     optimizer.step()
-    states = [v.dtype for state in optimizer.state.values() for v in state.values() if v.ndim]
-    return output.dtype, inferred.dtype, before, after, set(states)
-
-
-def test_evaluating_in_low_precision_leaves_weights_and_states_in_float32(world2: World) -> None:
-    plain = TOWER.model().state_dict()
-    for output, inferred, before, after, states in world2.run(evaluation_and_state):
-        assert (output, inferred, states) == (BF16, BF16, {F32})
-        for name, value in plain.items():
-            assert torch.equal(before[name], value), name
-            assert torch.equal(after[name], value), name
+    states = {v.dtype for state in optimizer.state.values() for v in state.values() if v.ndim}
+    assert (output.dtype, inferred.dtype, states) == (BF16, BF16, {F32})
+    for name, value in plain.items():
+        assert torch.equal(before[name], value), name
+        assert torch.equal(after[name], value), name
 
 
 # --- where sums are rounded -----------------------------------------------------------------------
@@ -435,15 +412,6 @@ class Gain(nn.Module):
     def forward(self, x: Tensor, uses_late: bool = False) -> Tensor:
         x = x * self.gain
         return x * self.late if uses_late else x
-
-
-def sum_of_gradients(policy: Policy, microbatches: list[float], syncs: bool) -> tuple[torch.dtype, Tensor]:
-    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
-    for index, number in enumerate(microbatches):
-        model.set_requires_gradient_sync(syncs or index == len(microbatches) - 1)
-        model(torch.full((6,), number)).sum().backward()
-    assert model.late.grad is None
-    return model.gain.grad.dtype, whole(model.gain.grad)
 
 
 LOW = {"param_dtype": BF16, "reduce_dtype": BF16}
@@ -466,18 +434,17 @@ SUMS: dict[str, tuple[Policy, list[float], bool, float]] = {
 @pytest.mark.thin(2)
 @one_or_two
 @pytest.mark.parametrize(("policy", "microbatches", "syncs", "expected"), SUMS.values(), ids=SUMS)
+@on_ranks()
 def test_microbatches_add_up_in_the_dtype_asked_for(
-    world: World, policy: Policy, microbatches: list[float], syncs: bool, expected: float
+    policy: Policy, microbatches: list[float], syncs: bool, expected: float
 ) -> None:
-    for dtype, gradient in world.run(sum_of_gradients, policy, microbatches, syncs):
-        assert dtype == (BF16 if policy.get("keep_low_precision_grads") else F32)
-        assert torch.equal(gradient.float(), torch.full((6,), expected))
-
-
-def mean_over_ranks(policy: Policy, by_rank: list[float]) -> Tensor:
     model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
-    model(torch.full((6,), by_rank[dist.get_rank()])).sum().backward()
-    return whole(model.gain.grad)
+    for index, number in enumerate(microbatches):
+        model.set_requires_gradient_sync(syncs or index == len(microbatches) - 1)
+        model(torch.full((6,), number)).sum().backward()
+    assert model.late.grad is None
+    assert model.gain.grad.dtype == (BF16 if policy.get("keep_low_precision_grads") else F32)
+    assert torch.equal(whole(model.gain.grad).float(), torch.full((6,), expected))
 
 
 @pytest.mark.parametrize(
@@ -489,22 +456,16 @@ def mean_over_ranks(policy: Policy, by_rank: list[float]) -> Tensor:
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_gradients_are_sent_and_added_up_in_the_dtype_of_reduction(
-    world2: World, policy: Policy, by_rank: list[float], mean: float
+    policy: Policy, by_rank: list[float], mean: float
 ) -> None:
-    for gradient in world2.run(mean_over_ranks, policy, by_rank):
-        assert torch.equal(gradient, torch.full((6,), mean))
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
+    model(torch.full((6,), by_rank[dist.get_rank()])).sum().backward()
+    assert torch.equal(whole(model.gain.grad), torch.full((6,), mean))
 
 
 # --- parameters that some microbatches use --------------------------------------------------------
-
-
-def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
-    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
-    for index, uses_late in enumerate(uses):
-        model.set_requires_gradient_sync(index == len(uses) - 1)
-        model(torch.full((6,), 2.0 + index), uses_late).sum().backward()
-    return gradients_of(model)
 
 
 @pytest.mark.parametrize(
@@ -517,22 +478,25 @@ def used_late(policy: Policy, uses: list[bool]) -> dict[str, Any]:
     ],
     indirect=["world"],
 )
+@on_ranks()
 def test_a_parameter_first_used_in_the_last_microbatch_is_reduced_with_the_others(
-    world: World, policy: Policy, uses: list[bool], late: float
+    policy: Policy, uses: list[bool], late: float
 ) -> None:
     """Its gradient has the dtype of computation, that of the others the one they add up in."""
-    total = sum(2.0 + index for index in range(len(uses)))
-    for found in world.run(used_late, policy, uses):
-        assert torch.equal(found["gradient of gain"], torch.full((6,), total))
-        assert torch.equal(found["gradient of late"], torch.full((6,), late))
+    total = sum(2.0 + i for i in range(len(uses)))
+    model = fully_shard(Gain(), mp_policy=MixedPrecisionPolicy(**policy))
+    for index, uses_late in enumerate(uses):
+        model.set_requires_gradient_sync(index == len(uses) - 1)
+        model(torch.full((6,), 2.0 + index), uses_late).sum().backward()
+    found = gradients_of(model)
+    assert torch.equal(found["gradient of gain"], torch.full((6,), total))
+    assert torch.equal(found["gradient of late"], torch.full((6,), late))
 
 
 # --- several dtypes in one group ------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
-    """A float32 norm in a bfloat16 base."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(4, 6).to(BF16)
@@ -547,8 +511,6 @@ class Mixed(nn.Module):
 
 
 class Lora(nn.Module):
-    """float32 adapters on a frozen bfloat16 base."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(4, 4).to(BF16).requires_grad_(False)
@@ -560,8 +522,20 @@ class Lora(nn.Module):
         return low + self.b(self.a(x.to(self.a.weight.dtype)))
 
 
-def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, ...]:
-    """Training beside the same modules, unsharded, with weights cast as the policy says."""
+@pytest.mark.parametrize(
+    ("world", "make", "policy"),
+    [
+        (2, Mixed, SPLIT),
+        (1, Lora, SPLIT),
+        (2, Lora, {"param_dtype": BF16}),
+        (1, Mixed, {"reduce_dtype": F32}),
+        (2, Mixed, {"param_dtype": F32}),
+    ],
+    indirect=["world"],
+)
+@on_ranks()
+def test_parameters_of_several_dtypes_share_a_group(make: Callable[[], nn.Module], policy: Policy) -> None:
+    """Ranks see the same data, so the mean is their gradient, to a rounding of bfloat16."""
     torch.manual_seed(1234)
     model = make()
     torch.manual_seed(1234)
@@ -583,34 +557,15 @@ def several_dtypes(make: Callable[[], nn.Module], policy: Policy) -> tuple[Any, 
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with torch.no_grad():
         model(inputs)  # the new weights can be unsharded
-    return model.seen, plain.seen, found, expected
-
-
-@pytest.mark.parametrize(
-    ("world", "make", "policy"),
-    [
-        (2, Mixed, SPLIT),
-        (1, Lora, SPLIT),
-        (2, Lora, {"param_dtype": BF16}),
-        (1, Mixed, {"reduce_dtype": F32}),
-        (2, Mixed, {"param_dtype": F32}),
-    ],
-    indirect=["world"],
-)
-def test_parameters_of_several_dtypes_share_a_group(
-    world: World, make: Callable[[], nn.Module], policy: Policy
-) -> None:
-    """Ranks see the same data, so the mean is their gradient, to a rounding of bfloat16."""
-    for seen, plain_seen, found, expected in world.run(several_dtypes, make, policy):
-        assert seen == plain_seen
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            if value is None:
-                assert found[name] is None
-                continue
-            assert found[name].dtype == value.dtype, name
-            atol = 2 * eps(BF16) * value.abs().max().item()
-            torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol)
+    assert model.seen == plain.seen
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None
+            continue
+        assert found[name].dtype == value.dtype, name
+        atol = 2 * eps(BF16) * value.abs().max().item()
+        torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol)
 
 
 # --- models that change under way -----------------------------------------------------------------
@@ -618,35 +573,34 @@ def test_parameters_of_several_dtypes_share_a_group(
 FROZEN: list[tuple[str, ...]] = [("inlet",), (), ("blocks.0", "outlet"), ("blocks.1.norm", "inlet"), ()]
 
 
-def frozen_and_thawed(policy: Policy) -> list[dict[str, Any]]:
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_thawed_under_mixed_precision(policy: Policy) -> None:
     """Gradients of the trained parameters equal those of a model in which all are trained."""
     model = sharded(TOWER.model(), policy)
     twin = sharded(TOWER.model(), policy)
-    notes = []
     for step, frozen in enumerate(FROZEN):
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith(frozen) if frozen else True)
         for each in (model, twin):
             each.zero_grad()
             float_loss(each, TOWER.part(step, dist.get_rank(), dist.get_world_size())).backward()
-        notes.append({"found": gradients_of(model), "all": gradients_of(twin)})
-    return notes
+        found = gradients_of(model)
+        for name, value in gradients_of(twin).items():
+            if frozen and name.removeprefix("gradient of ").startswith(frozen):
+                assert found[name] is None, name
+            else:
+                assert torch.equal(found[name], value), name
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
-def test_parameters_may_be_frozen_and_thawed_under_mixed_precision(world2: World, policy: Policy) -> None:
-    for notes in world2.run(frozen_and_thawed, policy):
-        for frozen, note in zip(FROZEN, notes, strict=True):
-            for name, value in note["all"].items():
-                is_frozen = bool(frozen) and name.removeprefix("gradient of ").startswith(frozen)
-                if is_frozen:
-                    assert note["found"][name] is None, name
-                else:
-                    assert torch.equal(note["found"][name], value), name
-
-
-def converted(dtype: torch.dtype, policy: Policy) -> tuple[Any, ...]:
+@pytest.mark.parametrize(("dtype", "policy"), [(F64, SPLIT), (F16, SPLIT), (BF16, {"param_dtype": BF16})])
+@on_ranks(2)
+def test_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
+    dtype: torch.dtype, policy: Policy
+) -> None:
+    simulation = simulated(replace(TOWER, steps=1, dtype=dtype), policy, 2)
+    expected = {name.removeprefix("step 0: "): value for name, value in simulation.tensors.items()}
     model = sharded(TOWER.model(), policy)
     inputs = TOWER.part(0, dist.get_rank(), dist.get_world_size())
     float_loss(model, inputs).backward()
@@ -659,23 +613,12 @@ def converted(dtype: torch.dtype, policy: Policy) -> tuple[Any, ...]:
     float_loss(model, inputs).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer.step()
-    return seen, {param.dtype for param in model.parameters()}, gradients_of(model), parameters_of(model)
-
-
-@pytest.mark.parametrize(("dtype", "policy"), [(F64, SPLIT), (F16, SPLIT), (BF16, {"param_dtype": BF16})])
-def test_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
-    world2: World, dtype: torch.dtype, policy: Policy
-) -> None:
-    simulation = simulated(replace(TOWER, steps=1, dtype=dtype), policy, 2)
-    expected = {name.removeprefix("step 0: "): value for name, value in simulation.tensors.items()}
-    for seen, kinds, gradients, parameters in world2.run(converted, dtype, policy):
-        assert seen == [BF16, BF16, BF16]
-        assert kinds == {dtype}
-        for name, value in {**gradients, **parameters}.items():
-            want = expected[name]
-            assert value.dtype == dtype, name
-            atol = 8 * eps(BF16) * want.abs().max().item()
-            torch.testing.assert_close(value, want, rtol=0.0, atol=atol)
+    assert seen == [BF16, BF16, BF16]
+    for name, value in tensors_of(model).items():
+        want = expected[name]
+        assert value.dtype == dtype, name
+        atol = 8 * eps(BF16) * want.abs().max().item()
+        torch.testing.assert_close(value, want, rtol=0.0, atol=atol)
 
 
 # --- float16 with a gradient scaler ---------------------------------------------------------------
@@ -745,8 +688,6 @@ def test_unscaled_gradients_are_the_gradients(world2: World) -> None:
 
 
 class Watched(nn.Module):
-    """Notes the dtypes its forward meets."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -790,7 +731,21 @@ def keeps_vectors_of_norms(name: str, module: nn.Module, param: nn.Parameter) ->
     return isinstance(module, Router) and param.ndim == 1
 
 
-def selective(keep: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
+    "nothing": (None, {}),
+    "class": (nn.LayerNorm, {"norm": F32}),
+    "tuple": ((nn.LayerNorm, nn.RMSNorm), {"norm": F32, "last": F32}),
+    "tuple_with_own_class": ((nn.RMSNorm, Router), {"last": F32, "router": F32}),
+    "predicate": (keeps_gate, {"router": F32}),
+    "predicate_of_modules": (keeps_vectors_of_norms, {"router": F32}),
+}
+
+
+@pytest.mark.parametrize(("keep", "kept"), KEPT.values(), ids=KEPT)
+@on_ranks(2)
+def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
+    keep: Any, kept: dict[str, torch.dtype]
+) -> None:
     torch.manual_seed(1234)
     model = Selective()
     seen: dict[str, Any] = {}
@@ -803,46 +758,22 @@ def selective(keep: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**SPLIT, full_precision=keep))
     output = model(random_batch(0, 4).float())
     output.float().pow(2).mean().backward()
-    seen |= {"up": model.up.seen, "router": model.router.seen, "output": output.dtype}
     for param in model.parameters():
         assert param.dtype == param.grad.dtype == F32
-    return seen, gradients_of(model)
-
-
-KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
-    "nothing": (None, {}),
-    "class": (nn.LayerNorm, {"norm": F32}),
-    "tuple": ((nn.LayerNorm, nn.RMSNorm), {"norm": F32, "last": F32}),
-    "tuple_with_own_class": ((nn.RMSNorm, Router), {"last": F32, "router": F32}),
-    "predicate": (keeps_gate, {"router": F32}),
-    "predicate_of_modules": (keeps_vectors_of_norms, {"router": F32}),
-}
-
-
-@pytest.mark.parametrize(("keep", "kept"), KEPT.values(), ids=KEPT)
-def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
-    world2: World, keep: Any, kept: dict[str, torch.dtype]
-) -> None:
-    for seen, gradients in world2.run(selective, keep):
-        assert seen["router"] == kept.get("router", BF16)
-        assert seen["norm"][0] == kept.get("norm", BF16)
-        assert seen["last"][0] == kept.get("last", BF16)
-        # What leaves a module that was kept has the dtype of its neighbours again.
-        assert seen["up"] == [BF16, BF16, BF16]
-        assert seen["output"] == BF16
-        assert all(gradient is not None for gradient in gradients.values())
+    assert model.router.seen == kept.get("router", BF16)
+    assert seen["norm"][0] == kept.get("norm", BF16)
+    assert seen["last"][0] == kept.get("last", BF16)
+    # What leaves a module that was kept has the dtype of its neighbours again.
+    assert model.up.seen == [BF16, BF16, BF16]
+    assert output.dtype == BF16
 
 
 class Last(nn.Linear):
-    """The class that stays in full precision."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class TiedEnds(nn.Module):
-    """One weight, at two places: the first is of another class."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Embedding(8, 8)
@@ -859,7 +790,13 @@ def is_last(name: str, module: nn.Module, param: nn.Parameter) -> bool:
     return name.endswith("last.weight")
 
 
-def tied_ends(keep: Any, alone: str | None) -> list[torch.dtype]:
+@pytest.mark.parametrize(
+    ("keep", "alone"), [(Last, None), (is_last, None), (is_last, "first"), (Last, "first"), (Last, "last")]
+)
+@on_ranks(2)
+def test_a_tied_parameter_stays_in_full_precision_if_it_does_at_one_of_its_places(
+    keep: Any, alone: str | None
+) -> None:
     torch.manual_seed(1234)
     model = TiedEnds()
     policy = MixedPrecisionPolicy(**SPLIT, full_precision=keep)
@@ -868,16 +805,7 @@ def tied_ends(keep: Any, alone: str | None) -> list[torch.dtype]:
     fully_shard(model, mp_policy=policy)
     model(torch.arange(4)).float().sum().backward()
     assert model.first.weight.grad is not None
-    return model.dtypes
-
-
-@pytest.mark.parametrize(
-    ("keep", "alone"), [(Last, None), (is_last, None), (is_last, "first"), (Last, "first"), (Last, "last")]
-)
-def test_a_tied_parameter_stays_in_full_precision_if_it_does_at_one_of_its_places(
-    world2: World, keep: Any, alone: str | None
-) -> None:
-    assert world2.run(tied_ends, keep, alone) == [[F32, F32]] * 2
+    assert model.dtypes == [F32, F32]
 
 
 # --- param_dtype_override_fn ----------------------------------------------------------------------
@@ -891,10 +819,14 @@ def asks_for_both(param: nn.Parameter) -> torch.dtype | None:
     return param.dtype if hasattr(param, "is_gate") else BF16
 
 
-def overridden(
+@pytest.mark.parametrize(
+    ("override", "reduce_dtype"), [(keeps_router, None), (keeps_router, BF16), (asks_for_both, F32)]
+)
+@on_ranks(2)
+def test_a_function_chooses_what_is_computed_with_in_its_own_dtype(
     override: Any, reduce_dtype: torch.dtype | None
-) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-    """Dtypes that modules met, how often each parameter was asked about, and how its gradient was reduced."""
+) -> None:
+    """Its gradient is reduced as the policy says, and inputs are cast as without it."""
     torch.manual_seed(1234)
     model = Selective()
     model.router.gate.is_gate = True  # type: ignore[attr-defined]
@@ -910,26 +842,17 @@ def overridden(
     fully_shard(model, mp_policy=policy)
     params = {p.fqn: p.precision for p in model._shardwise_state.group.shards.params}  # type: ignore[union-attr]
     model(random_batch(0, 4).float()).float().pow(2).mean().backward()
-    seen = {"up": model.up.seen, "router": model.router.seen}
     assert all(param.dtype == param.grad.dtype == F32 for param in model.parameters())
-    return seen, list(asked.values()), {name: (p.computed, p.reduced) for name, p in params.items()}
+    dtypes = {name: (p.computed, p.reduced) for name, p in params.items()}
+    assert model.up.seen == [BF16, BF16, BF16]
+    assert model.router.seen == F32
+    assert list(asked.values()) == [1] * 6
+    assert dtypes.pop("router.gate") == (F32, reduce_dtype or F32)
+    assert set(dtypes.values()) == {(BF16, reduce_dtype or BF16)}
 
 
-@pytest.mark.parametrize(
-    ("override", "reduce_dtype"), [(keeps_router, None), (keeps_router, BF16), (asks_for_both, F32)]
-)
-def test_a_function_chooses_what_is_computed_with_in_its_own_dtype(
-    world2: World, override: Any, reduce_dtype: torch.dtype | None
-) -> None:
-    """Its gradient is reduced as the policy says, and inputs are cast as without it."""
-    for seen, asked, dtypes in world2.run(overridden, override, reduce_dtype):
-        assert seen == {"up": [BF16, BF16, BF16], "router": F32}
-        assert asked == [1] * 6
-        assert dtypes.pop("router.gate") == (F32, reduce_dtype or F32)
-        assert set(dtypes.values()) == {(BF16, reduce_dtype or BF16)}
-
-
-def answers_to_overrides() -> list[str]:
+@on_ranks(1)
+def test_other_dtypes_are_refused_by_the_name_of_the_parameter() -> None:
     answers = []
     for returned in (F16, "bfloat16", 16):
         model = Selective()
@@ -937,16 +860,8 @@ def answers_to_overrides() -> list[str]:
         policy = MixedPrecisionPolicy(
             param_dtype=BF16, param_dtype_override_fn=lambda _, returned=returned: returned
         )
-        try:
-            fully_shard(model, mp_policy=policy)
-        except (TypeError, ValueError) as error:
-            answers.append(f"{type(error).__name__}: {error}")
+        answers.append(refusal(fully_shard, model, mp_policy=policy))
         assert all(param is before[name] for name, param in model.named_parameters())  # left as it was
-    return answers
-
-
-def test_other_dtypes_are_refused_by_the_name_of_the_parameter(world1: World) -> None:
-    (answers,) = world1.run(answers_to_overrides)
     assert_expected_inline(
         "\n".join(answers),
         """\
@@ -962,24 +877,21 @@ def norm_of_close_numbers() -> nn.LayerNorm:
     return norm
 
 
-def precise_norm(keep: Any) -> tuple[Tensor, dict[str, Any]]:
-    model = nn.Sequential(norm_of_close_numbers())
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(**SPLIT, full_precision=keep, output_dtype=F32))
-    output = model(random_batch(0, 4).float())
-    output.pow(2).sum().backward()
-    return output.detach(), gradients_of(model)
-
-
-def test_a_norm_kept_in_float32_computes_in_float32(world2: World) -> None:
+@on_ranks(2)
+def test_a_norm_kept_in_float32_computes_in_float32() -> None:
     """Its input was rounded to bfloat16 on entering the sharded module, its output on leaving the norm."""
     inputs = random_batch(0, 4).float().to(BF16)
     norm = norm_of_close_numbers()
     want = norm(inputs.float()).to(BF16).float()
     want.pow(2).sum().backward()
     assert norm.weight.grad is not None
-    for output, gradients in world2.run(precise_norm, nn.LayerNorm):
-        assert torch.equal(output, want)
-        torch.testing.assert_close(gradients["gradient of 0.weight"], norm.weight.grad, rtol=1e-5, atol=1e-5)
+    model = nn.Sequential(norm_of_close_numbers())
+    policy = MixedPrecisionPolicy(**SPLIT, full_precision=nn.LayerNorm, output_dtype=F32)
+    fully_shard(model, mp_policy=policy)
+    output = model(random_batch(0, 4).float())
+    output.pow(2).sum().backward()
+    assert torch.equal(output, want)
+    torch.testing.assert_close(whole(model[0].weight.grad), norm.weight.grad, rtol=1e-5, atol=1e-5)
 
 
 # --- buffers ------------------------------------------------------------------
@@ -997,29 +909,23 @@ class Buffered(nn.Module):
         return self.inner(x) * self.weight + self.table.to(x.dtype)
 
 
-def buffers_of(policy: Policy) -> tuple[dict[str, torch.dtype], Tensor, set[str]]:
-    model = fully_shard(Buffered(), mp_policy=MixedPrecisionPolicy(**policy))
-    output = model(torch.arange(12.0).view(3, 4))
-    output.float().sum().backward()
-    found = {name: buffer.dtype for name, buffer in model.named_buffers()}
-    return found, model.table.double(), set(model.state_dict())
-
-
 @pytest.mark.parametrize(
     ("policy", "floating"),
     [({}, None), ({**SPLIT, "buffer_dtype": BF16}, BF16), ({"buffer_dtype": F32}, F32)],
     ids=["nothing", "bf16", "f32"],
 )
-def test_floating_buffers_are_cast_and_others_left(
-    world2: World, policy: Policy, floating: torch.dtype | None
-) -> None:
+@on_ranks(2)
+def test_floating_buffers_are_cast_and_others_left(policy: Policy, floating: torch.dtype | None) -> None:
     plain = Buffered()
-    for found, table, names in world2.run(buffers_of, policy):
-        assert names == set(plain.state_dict())
-        assert torch.equal(table, plain.table.double())  # quarters are exact in every dtype
-        for name, buffer in plain.named_buffers():
-            is_floating = buffer.is_floating_point() and floating is not None
-            assert found[name] == (floating if is_floating else buffer.dtype), name
+    model = fully_shard(Buffered(), mp_policy=MixedPrecisionPolicy(**policy))
+    output = model(torch.arange(12.0).view(3, 4))
+    output.float().sum().backward()
+    found = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert set(model.state_dict()) == set(plain.state_dict())
+    assert torch.equal(model.table.double(), plain.table.double())  # quarters are exact in every dtype
+    for name, buffer in plain.named_buffers():
+        is_floating = buffer.is_floating_point() and floating is not None
+        assert found[name] == (floating if is_floating else buffer.dtype), name
 
 
 def test_equal_precisions_are_one_object() -> None:

@@ -15,7 +15,9 @@ from events import events_of, observe
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Stages, Twice, block
 from harness import World
+from meshed import refusal
 from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same, same_as_plain
@@ -180,7 +182,6 @@ def test_a_depth_of_none_unshards_nothing_ahead_in_either_direction(world2: Worl
 
 
 def unsharded_at_once(log: list[str], phase: str) -> int:
-    """The largest number of blocks that were unsharded at the same time, in a phase: in use, or ahead."""
     begin = log.index("backward Spaced") if phase == "backward" else 0
     end = len(log) if phase == "backward" else log.index("backward Spaced")
     present: set[str] = set()
@@ -220,15 +221,14 @@ def test_as_many_blocks_are_unsharded_at_once_as_was_said(
     assert (unsharded_at_once(log, "forward"), unsharded_at_once(log, "backward")) == (forward, backward)
 
 
-def events_of_kept_groups(backward_prefetch: str | None) -> list[str]:
-    return events_of_a_step({"backward_prefetch": backward_prefetch}, reshard_after_forward=False)
-
-
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+@on_ranks(2)
 def test_kept_groups_are_not_unsharded_for_backward_and_each_is_freed_once(
-    world2: World, backward_prefetch: str | None
+    backward_prefetch: str | None,
 ) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_kept_groups, backward_prefetch)).splitlines()
+    log = "\n".join(
+        events_of_a_step({"backward_prefetch": backward_prefetch}, reshard_after_forward=False)
+    ).splitlines()
     names = ["Spaced", "blocks.0", "blocks.1", "blocks.2"]
     at = log.index("backward Spaced")
     assert sorted(line for line in log[:at] if line.startswith("unshard")) == [f"unshard {n}" for n in names]
@@ -289,7 +289,12 @@ def test_lists_of_the_callers_change_no_number(side: Side, choices: Choices) -> 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def peaks_of_a_step(choices: Choices) -> dict[str, float]:
+@pytest.mark.parametrize(
+    ("choices", "forward", "backward"),
+    [({"prefetch": 3, "max_prefetched": 2}, 3, 3), ({"backward_prefetch": "after"}, 2, 1)],
+)
+@on_ranks(2)
+def test_the_memory_of_full_parameters(choices: Choices, forward: int, backward: int) -> None:
     """Bytes of unsharded parameters at most, in units of a block's."""
     model = stack(CommPolicy(**choices))
     x = torch.randn(2, WIDE)
@@ -305,16 +310,7 @@ def peaks_of_a_step(choices: Choices) -> dict[str, float]:
     phase = "backward"
     loss.backward()
     peaks["after"] = unsharded_bytes(model) / B
-    return peaks
-
-
-@pytest.mark.parametrize(
-    ("choices", "forward", "backward"),
-    [({"prefetch": 3, "max_prefetched": 2}, 3, 3), ({"backward_prefetch": "after"}, 2, 1)],
-)
-def test_the_memory_of_full_parameters(world2: World, choices: Choices, forward: int, backward: int) -> None:
-    for peaks in world2.run(peaks_of_a_step, choices):
-        assert peaks == {"forward": forward, "backward": backward, "after": 0}
+    assert peaks == {"forward": forward, "backward": backward, "after": 0}
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -333,7 +329,6 @@ def test_every_policy_trains_as_the_plain_model(world2: World, choices: Choices)
 
 @same_as_plain(2)
 def test_groups_may_have_policies_of_their_own(side: Side) -> None:
-    """Each group has a policy of its own."""
     model = built(even_tower)
     for each, choices in zip(model.blocks, (AFTER, POLICIES[4], POLICIES[8]), strict=True):
         side.shard(each, comm_policy=CommPolicy(**choices))
@@ -428,20 +423,11 @@ def test_weights_that_are_used_detached_are_there_for_their_last_use(world2: Wor
     assert_same(world2, train, detached, choices)
 
 
-def train_detached_after() -> str:
-    model = built(detached)
-    shard_tower(model, comm_policy=CommPolicy(**AFTER))
+@on_ranks(2)
+def test_freeing_them_after_their_gradients_is_an_error_and_no_wrong_number() -> None:
+    model = shard_tower(built(detached), comm_policy=CommPolicy(**AFTER))
     backward(model)  # whose backward shows what is recomputed: nothing is freed early yet
-    try:
-        backward(model, 1)
-    except RuntimeError as error:
-        return str(error)
-    return "trained"
-
-
-def test_freeing_them_after_their_gradients_is_an_error_and_no_wrong_number(world2: World) -> None:
-    for text in world2.run(train_detached_after):
-        assert_says(text, "modified by an inplace operation")
+    assert_says(refusal(backward, model, 1), "modified by an inplace operation")
 
 
 @same_as_plain(2)

@@ -12,8 +12,6 @@ from shardwise.groups.states import EMPTY, PENDING, REDUCING
 
 
 class StandIn:
-    """The gradients of a group, and their reductions."""
-
     part_queue = None
 
     def __init__(self, name: str, log: list[str], *, to_host: bool) -> None:

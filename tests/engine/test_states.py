@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from harness import World
+from on_ranks import on_ranks
 from torch import nn
 
 from shardwise import fully_shard
@@ -72,14 +72,6 @@ def test_from_every_state_there_is_a_way_home_and_back(
     assert all(home in reachable(state) for state in states)
 
 
-def call_out_of_turn(step: str) -> str:
-    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
-    group = model._shardwise_state.group
-    with pytest.raises(RuntimeError) as refused:
-        attrgetter(step)(group)()
-    return str(refused.value)
-
-
 SHARDED = "while sharded; from here only unshard() or summon() is possible."
 EMPTY = "while empty; from here only accumulate() or join() is possible."
 
@@ -94,15 +86,19 @@ EMPTY = "while empty; from here only accumulate() or join() is possible."
         ("gradients.defer", EMPTY),
     ],
 )
-def test_a_step_out_of_turn_names_the_group_and_what_is_possible(
-    world1: World, step: str, possible: str
-) -> None:
-    (message,) = world1.run(call_out_of_turn, step)
+@on_ranks(1)
+def test_a_step_out_of_turn_names_the_group_and_what_is_possible(step: str, possible: str) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    group = model._shardwise_state.group
+    with pytest.raises(RuntimeError) as refused:
+        attrgetter(step)(group)()
+    message = str(refused.value)
     call = step.split(".")[1]
     assert message == f"Sequential: cannot {call}() {possible} Did a hook call into the group out of turn?"
 
 
-def backward_over_freed_parameters() -> str:
+@on_ranks(2)
+def test_autograds_own_check_sees_through_the_sharding() -> None:
     """Of a graph over full parameters that nobody unshards again."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).double()
     fully_shard(model[0])
@@ -115,11 +111,6 @@ def backward_over_freed_parameters() -> str:
     with pytest.raises(RuntimeError) as refused:
         loss.backward()
     model(x).sum().backward()  # and the model still trains
-    return str(refused.value)
-
-
-def test_autograds_own_check_sees_through_the_sharding(world2: World) -> None:
-    for message in world2.run(backward_over_freed_parameters):
-        assert message.startswith(
-            "one of the variables needed for gradient computation has been modified by an inplace operation"
-        )
+    assert str(refused.value).startswith(
+        "one of the variables needed for gradient computation has been modified by an inplace operation"
+    )

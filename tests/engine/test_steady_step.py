@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import World
 from models import even_tower, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,8 +20,6 @@ ALLOCATE = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_lik
 
 
 class Recorder(TorchDispatchMode):
-    """Notes operators by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -31,8 +29,14 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of_steps(dtype: torch.dtype | None) -> list[list[str]]:
-    """Those of the last three of some steps."""
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, None), (2, None), (2, torch.bfloat16)], indirect=["world"], ids=str
+)
+@on_ranks()
+def test_a_steady_step_runs_the_same_operators_allocates_little_and_waits_for_no_device(
+    dtype: torch.dtype | None,
+) -> None:
+    num_parameters = len(list(even_tower().parameters()))
     torch.manual_seed(0)
     model = even_tower()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
@@ -46,19 +50,9 @@ def operators_of_steps(dtype: torch.dtype | None) -> list[list[str]]:
             optimizer.step()
             optimizer.zero_grad()
         of_steps.append(recorder.names)
-    return of_steps[-3:]
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(1, None), (2, None), (2, torch.bfloat16)], indirect=["world"], ids=str
-)
-def test_a_steady_step_runs_the_same_operators_allocates_little_and_waits_for_no_device(
-    world: World, dtype: torch.dtype | None
-) -> None:
-    num_parameters = len(list(even_tower().parameters()))
-    for first, second, third in world.run(operators_of_steps, dtype):
-        assert first == second == third
-        assert "_fused_adamw_" in first  # the recorder sees what happens
-        assert not set(first).intersection(WAIT_FOR_A_DEVICE)
-        if dtype is None:
-            assert sum(name in ALLOCATE for name in first) < num_parameters
+    first, second, third = of_steps[-3:]
+    assert first == second == third
+    assert "_fused_adamw_" in first  # the recorder sees what happens
+    assert not set(first).intersection(WAIT_FOR_A_DEVICE)
+    if dtype is None:
+        assert sum(name in ALLOCATE for name in first) < num_parameters

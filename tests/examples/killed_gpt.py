@@ -61,7 +61,6 @@ class Plan:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end_attempt(self) -> None:
-        """Write the plan anew. One rank does it per attempt: the one that dies, or rank 0 at the end."""
         self.content["starts"].append(self.start)
         beside = self.path.with_suffix(".new")
         with beside.open("w") as file:

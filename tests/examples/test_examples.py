@@ -38,7 +38,6 @@ Curve = tuple[list[float], list[float], list[float]]  # training and validation 
 
 
 def example(name: str) -> contextlib.AbstractContextManager[ModuleType]:
-    """An example, as torchrun has started it on this rank."""
     return example_file(name, dist.get_world_size())
 
 
@@ -63,7 +62,6 @@ def curve_of(history: Any) -> Curve:
 
 
 def silence() -> contextlib.AbstractContextManager[Any]:
-    """Without the bar of progress, which is drawn to stderr."""
     return contextlib.redirect_stderr(io.StringIO())
 
 

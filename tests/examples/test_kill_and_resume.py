@@ -35,8 +35,6 @@ Losses = dict[str, list[float]]  # train_loss, val_loss
 
 @dataclasses.dataclass
 class Run:
-    """What a run has left behind."""
-
     return_code: int
     output: str
     losses: Losses | None  # None: it did not come to its end
@@ -118,7 +116,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 
 
 def losses_of(ended: Run) -> Losses:
-    """The losses of a run that came to its end, by way of every kill."""
     assert ended.return_code == 0, ended.output
     assert ended.kills == [], ended.output
     assert ended.losses is not None
@@ -237,10 +234,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_a_command_line_is_refused(
-    train_gpt: ModuleType,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
+    train_gpt: ModuleType, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     with pytest.raises(SystemExit):
         train_gpt.parse_settings(train_gpt.command_line(), arguments.split())

@@ -103,7 +103,6 @@ class World:
         return [pickle.loads(answer.result) for answer in answers if answer.result is not None]
 
     def close(self) -> None:
-        """Kill the ranks. A later `run` starts new ones."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:

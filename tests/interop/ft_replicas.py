@@ -27,8 +27,6 @@ _context = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process of a replica is, and where it leaves what it has to tell."""
-
     folder: Path
     replica: int
     rank: int
@@ -63,8 +61,6 @@ def die() -> None:
 
 
 class Replica:
-    """The processes of one replica."""
-
     def __init__(self, number: int, start: Callable[..., Any], sizes: Sequence[int]):
         self.number, self._start, self._sizes = number, start, list(sizes)
         self.attempt = -1
@@ -80,7 +76,6 @@ class Replica:
         ]
 
     def kill(self) -> list[int]:
-        """End it; the exit codes of its processes."""
         for process in self.processes:
             process.kill()
             process.join()

@@ -23,7 +23,6 @@ LIMIT_S = 400
 
 
 def run_job(function: Any, folder: Path, *, ranks: int = 2) -> Any:
-    """What ``function(folder)`` returned on rank 0 of ``ranks`` ranks."""
     words = [function.__module__, function.__name__, str(folder)]
     done = subprocess.run(
         [
@@ -47,7 +46,6 @@ def run_job(function: Any, folder: Path, *, ranks: int = 2) -> Any:
 
 
 def main(module: str, name: str, folder: str) -> None:
-    """Run the function on this rank; rank 0 writes what it returned."""
     result = getattr(importlib.import_module(module), name)(Path(folder))
     if os.environ["RANK"] == "0":
         torch.save(result, Path(folder) / "result.pt")

@@ -32,7 +32,6 @@ NORM = 0.5
 
 
 def accelerator_of(**options: Any) -> Accelerator:
-    """An accelerator that uses FSDP2, on the CPU."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accumulation = options.pop("gradient_accumulation_steps", 1)
@@ -66,7 +65,6 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) ->
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """Microbatches, clipping and evaluation."""
     found = {}
     for library in LIBRARIES:
         with named(library):
@@ -103,7 +101,6 @@ def test_norms_and_outputs_are_those_of_the_peer(trained: Any) -> None:
 
 
 def resuming(folder: Path) -> dict[str, Any]:
-    """Save after two steps, go on to four; in another model load, go on to four."""
     found: dict[str, Any] = {}
     for library in LIBRARIES:
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
@@ -131,7 +128,6 @@ def test_it_saves_and_resumes(tmp_path: Path) -> None:
 
 
 def sharded_before(how: str) -> Any:
-    """A model that was sharded before ``prepare``: whole, or its blocks alone."""
     model = tiny_llama()
     for layer in model.model.layers:
         torch.distributed.fsdp.fully_shard(layer)

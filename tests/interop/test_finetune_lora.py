@@ -34,7 +34,6 @@ def corpus(module: Any) -> Any:
 
 
 def fine_tuning(folder: Path) -> dict[str, Any]:
-    """What the example's ``main`` does, in float64."""
     module = load_example()
     settings = module.parse_settings([*SIZES, f"--out={folder}"])
     module.start_processes(settings.device)
@@ -63,7 +62,6 @@ def tuned(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def in_one_process() -> tuple[PeftModel, dict[str, Any]]:
-    """The example's model, trained with torch and PEFT alone on the global batches."""
     module = load_example()
     settings = module.parse_settings(SIZES)
     model = module.build_model(settings).double()

@@ -14,6 +14,7 @@ import torch.distributed.fsdp as peer
 from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, built, random_batch
+from on_ranks import on_ranks
 from reference import full
 from refusals import wrapped
 from torch import nn
@@ -35,7 +36,6 @@ def _nothing_stays_installed() -> Iterator[None]:
 
 
 def framework(**names: Any) -> ModuleType:
-    """A loaded module that has imported these names."""
     module = ModuleType("framework_of_this_test")
     vars(module).update(names)
     sys.modules[module.__name__] = module
@@ -194,8 +194,10 @@ def test_code_that_knows_torchs_names_trains_on_our_shards(world2: World, polici
         assert torch.equal(ours["weights"][name], theirs["weights"][name]), name
 
 
-def summoned_by_torchs_name(is_within: bool) -> dict[str, Any]:
-    """What `summon_full_params` shows of our model, and that its edits are written back."""
+@pytest.mark.parametrize("is_within", [False, True])
+@on_ranks(2)
+def test_summon_full_params_of_torchs_older_fsdp_summons_ours(is_within: bool) -> None:
+    expected = plain_tower().state_dict()
     wrapper = peer.FullyShardedDataParallel
     theirs = wrapper.summon_full_params
     with interop.installed():
@@ -209,24 +211,18 @@ def summoned_by_torchs_name(is_within: bool) -> dict[str, Any]:
         interop.install()
         with wrapper.summon_full_params(plain_tower()):  # nothing of it is sharded: torch's own
             pass
-    return {
+    found = {
         "kinds": kinds,
         "shown": shown,
         "edited": full(model.blocks[0].up.weight),
         "put back": wrapper.summon_full_params is theirs,
     }
-
-
-@pytest.mark.parametrize("is_within", [False, True])
-def test_summon_full_params_of_torchs_older_fsdp_summons_ours(world2: World, is_within: bool) -> None:
-    expected = plain_tower().state_dict()
-    for found in world2.run(summoned_by_torchs_name, is_within):
-        assert found["kinds"] == {nn.Parameter}
-        assert found["shown"].keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found["shown"][name], value), name
-        assert torch.equal(found["edited"], 2 * expected["blocks.0.up.weight"])
-        assert found["put back"]
+    assert found["kinds"] == {nn.Parameter}
+    assert found["shown"].keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found["shown"][name], value), name
+    assert torch.equal(found["edited"], 2 * expected["blocks.0.up.weight"])
+    assert found["put back"]
 
 
 def offload_as_verl_does(model: Any) -> None:
@@ -242,7 +238,9 @@ def offload_as_verl_does(model: Any) -> None:
     model.cpu()
 
 
-def trained_between_phases() -> dict[str, Any]:
+@on_ranks(2)
+def test_frameworks_that_ask_for_torchs_state_offload_between_phases() -> None:
+    expected = trained(trained(plain_tower())).state_dict()
     with interop.installed():
         model = plain_tower()
         for module in (*model.blocks, model):
@@ -256,38 +254,27 @@ def trained_between_phases() -> dict[str, Any]:
         trained(model)
         with pytest.raises(AttributeError) as refused:
             model._get_fsdp_state()._auto_reshard_after_forward = False
-    weights = {name: full(param) for name, param in model.named_parameters()}
-    return {"groups": groups, "weights": weights, "told": str(refused.value)}
-
-
-def test_frameworks_that_ask_for_torchs_state_offload_between_phases(world2: World) -> None:
-    expected = trained(trained(plain_tower())).state_dict()
-    for found in world2.run(trained_between_phases):
-        assert found["groups"] == [None] * 4
-        for name, value in expected.items():
-            torch.testing.assert_close(found["weights"][name], value)
-        assert_expected_inline(
-            wrapped(found["told"]),
-            """\
+    assert groups == [None] * 4
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(full(param), expected[name])
+    assert_expected_inline(
+        wrapped(str(refused.value)),
+        """\
 _get_fsdp_state()._auto_reshard_after_forward was set, a field of
 torch's FSDP: shardwise has sharded this module, and it would have no
 effect. Call the module's own setters, such as
 set_reshard_after_forward().""",
-        )
+    )
 
 
-def a_model_of_torchs_is_known() -> tuple[bool, str]:
+@on_ranks(1)
+def test_a_model_that_torch_has_sharded_is_known_and_not_sharded_again() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     peer.fully_shard(model[0])
     with interop.installed():
         is_known = isinstance(model[0], peer.FSDPModule)
-        with pytest.raises(ValueError, match="torch's fully_shard was already applied") as refused:
+        with pytest.raises(ValueError, match="torch's fully_shard was already applied"):
             peer.fully_shard(model[0])
-    return is_known, str(refused.value)
-
-
-def test_a_model_that_torch_has_sharded_is_known_and_not_sharded_again(world1: World) -> None:
-    ((is_known, _),) = world1.run(a_model_of_torchs_is_known)
     assert is_known
 
 

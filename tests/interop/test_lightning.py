@@ -92,8 +92,6 @@ def test_no_backward_sync_sends_no_gradients(fabric: Any, library: str) -> None:
 
 
 class Module(lightning.LightningModule):
-    """A Lightning module around the model."""
-
     def __init__(self, first: int = 0) -> None:
         super().__init__()
         self.llama = tiny_llama()

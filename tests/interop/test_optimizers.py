@@ -176,7 +176,6 @@ def quietly() -> Iterator[None]:
 
 
 def model_of(spec: str, rows: int) -> nn.Sequential:
-    """Small; torchao quantises shards of 4096 elements and more."""
     torch.manual_seed(0)
     has_low_bits = spec.startswith("torchao.")
     width, rows = (768, 4 * rows) if has_low_bits else (rows, rows)

@@ -122,7 +122,6 @@ def sharded(kind: str, library: str) -> Any:
 
 
 def shard_adapters(model: Any, fully_shard: Any) -> None:
-    """Shard what was added to a sharded model."""
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
@@ -150,7 +149,6 @@ def fine_tuning(folder: Path) -> dict[str, Any]:
 
 
 def forgotten(library: str) -> str:
-    """Adapters are added after sharding, and left so."""
     base = tiny_llama()
     shard(base, library)
     model = with_adapters(base)
@@ -166,7 +164,6 @@ def forgotten(library: str) -> str:
 
 
 def adapters(model: Any) -> Weights:
-    """What is trained."""
     return {name: full(param).detach() for name, param in model.named_parameters() if "lora_" in name}
 
 

@@ -7,16 +7,8 @@ import torch
 from harness import WorkerError, World
 from meshed import refusal
 from models import built
-from pipelines import (
-    Pipeline,
-    Stage,
-    Trained,
-    batch_of,
-    mean_of_squares,
-    pipelined,
-    plain,
-    schedule_of,
-)
+from on_ranks import on_ranks
+from pipelines import Pipeline, Stage, Trained, batch_of, mean_of_squares, pipelined, plain, schedule_of
 from reference import full
 from torch import nn
 from torch.distributed import pipelining
@@ -32,7 +24,6 @@ GROUPS = 3  # of a stage
 
 
 def trained(world: World, pipeline: Pipeline) -> list[Trained]:
-    """What the ranks have seen."""
     if pipeline.has_neighbours and not hasattr(pipelining.PipelineStage, "_warmup_forward_vote"):
         pytest.skip("torch 2.11 sends between stages of one rank as well, and gloo cannot send to itself")
     return world.run(pipelined, pipeline)
@@ -163,8 +154,6 @@ def test_a_stage_that_install_has_put_in_the_place_of_torchs_becomes_ours(
 
 
 class CountsForwards(InstalledStage):
-    """A framework's own stage."""
-
     forwards = 0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,18 +201,16 @@ def test_whole_backwards_without_our_stage_go_on(world2: World) -> None:
     assert_trains_alike(trained(world2, pipeline), pipeline)
 
 
-def gradients_of_inputs_alone() -> bool:
+@on_ranks(1)
+def test_gradients_of_inputs_alone_are_no_business_of_pipelines() -> None:
     model = fully_shard(Stage().double())
     x, _ = batch_of(0)
     x.requires_grad_()
     loss = model(x).sum()
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward()
-    return bool((first == x.grad).all()) and all(p.grad is not None for p in model.parameters())
-
-
-def test_gradients_of_inputs_alone_are_no_business_of_pipelines(world1: World) -> None:
-    assert world1.run(gradients_of_inputs_alone) == [True]
+    assert bool((first == x.grad).all())
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def act(what: str, schedule: Any, module: Any) -> None:
@@ -246,16 +233,6 @@ def act(what: str, schedule: Any, module: Any) -> None:
             schedule.step(x, target=target)
 
 
-def refused(what: str) -> str:
-    module = Stage().double()
-    if what != "nothing sharded":
-        fully_shard(module)
-    if what == "a part":
-        fully_shard(nn.Sequential(module, nn.Linear(8, 8).double()))
-    schedule = schedule_of(Pipeline("1F1B", (1, 1)), [module], [0], None)
-    return refusal(act, what, schedule, module)
-
-
 REFUSALS = {
     "nothing sharded": "PipelineStage 0: nothing in its module, a Stage, is sharded. Call fully_shard on the",
     "a part": "are not the same, so that its steps would not be theirs. Call fully_shard on the module of each stage",
@@ -267,6 +244,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_refusals_say_what_to_do(world1: World, what: str) -> None:
-    (message,) = world1.run(refused, what)
-    assert REFUSALS[what] in message
+@on_ranks(1)
+def test_refusals_say_what_to_do(what: str) -> None:
+    module = Stage().double()
+    if what != "nothing sharded":
+        fully_shard(module)
+    if what == "a part":
+        fully_shard(nn.Sequential(module, nn.Linear(8, 8).double()))
+    schedule = schedule_of(Pipeline("1F1B", (1, 1)), [module], [0], None)
+    assert REFUSALS[what] in refusal(act, what, schedule, module)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._functorch.config
 from harness import World
+from on_ranks import on_ranks
 from reference import full
 from scenario import one_thread
 from torch import Tensor, nn
@@ -134,7 +135,6 @@ def with_low_bits(
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest weight."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -194,7 +194,7 @@ def test_shards_may_be_quantised_on_some_ranks_only(world2: World, kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), zip(LOW_BIT, [(3, 2048), (130, 128), (129, 128)] * 2, strict=True)
+    ("kind", "shape"), list(zip(LOW_BIT, [(3, 2048), (130, 128), (129, 128)] * 2, strict=True))
 )
 def test_whole_parameters_train_as_in_one_process(world2: World, kind: str, shape: Shape) -> None:
     with one_thread():
@@ -208,8 +208,16 @@ def test_whole_parameters_train_as_in_one_process(world2: World, kind: str, shap
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def two_alike(path: str, asynchronous: bool) -> None:
+def contents(optimizer: Any, param: nn.Parameter) -> list[Tensor]:
+    moments = (optimizer.state[param][key].to_local() for key in ("exp_avg", "exp_avg_sq"))
+    return [full(param.detach()), *(moment.dequantize() for moment in moments)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_states_of_one_shape_are_saved_apart(tmp_path: Path, asynchronous: bool) -> None:
     """Two parameters of one shape, each with two moments of that shape: all four states differ."""
+    path = str(tmp_path / "checkpoint")
     torch.manual_seed(0)
     runs = []
     for _ in range(2):
@@ -224,14 +232,3 @@ def two_alike(path: str, asynchronous: bool) -> None:
     load_checkpoint(path, *loaded)
     expected, found = ([contents(optimizer, p) for p in model.parameters()] for model, optimizer in runs)
     assert all(torch.equal(*pair) for pair in zip(chain(*expected), chain(*found), strict=True))
-
-
-def contents(optimizer: Any, param: nn.Parameter) -> list[Tensor]:
-    """A parameter and its moments, in full precision."""
-    moments = (optimizer.state[param][key].to_local() for key in ("exp_avg", "exp_avg_sq"))
-    return [full(param.detach()), *(moment.dequantize() for moment in moments)]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_states_of_one_shape_are_saved_apart(world2: World, tmp_path: Path, asynchronous: bool) -> None:
-    world2.run(two_alike, str(tmp_path / "checkpoint"), asynchronous)

@@ -35,8 +35,6 @@ Kill = tuple[int, int, str, int]  # replica, attempt, moment, step
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does."""
-
     steps: int = 8
     kills: tuple[Kill, ...] = ()
     waits: dict[int, tuple[int, int]] = field(
@@ -69,7 +67,6 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def train(place: Place, plan: Plan) -> None:
-    """One rank of a replica."""
     Trainer(place, plan).run()
 
 
@@ -415,7 +412,6 @@ def train_apart(place: Place, method: str, kills: bool) -> None:
 
 
 def plainly_apart(method: str) -> dict[str, Tensor]:
-    """The same with two plain models."""
     models = [built(tower, 13) for _ in range(2)]
     inner = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
     common = built(tower, 13)

@@ -50,8 +50,6 @@ class Rows(torch.utils.data.Dataset):
 
 
 class TrainerOnCpu(Trainer):
-    """Trains with FSDP on the CPU as well."""
-
     def create_accelerator_and_postprocess(self) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
@@ -104,7 +102,6 @@ def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """Three steps of two microbatches, then an evaluation, a generated text and a saved model."""
     found = {}
     for library in LIBRARIES:
         with named(library):
@@ -258,7 +255,6 @@ def saved_sharded(folder: Path) -> dict[str, Any]:
 
 
 def saved_by_hand(folder: Path) -> dict[str, Any]:
-    """Of a model that the caller has sharded: its full state is handed over."""
     model = tiny_llama()
     shardwise.shard_model(model, wrap={type(model.model.layers[0])})
     state = shardwise.full_state_dict(model, rank0_only=True)

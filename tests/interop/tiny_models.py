@@ -41,13 +41,11 @@ def tiny_llama(**options: object) -> LlamaForCausalLM:
 
 
 def global_batch(step: int) -> Tensor:
-    """The tokens of a step, of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCABULARY, (RANKS * ROWS, LENGTH), generator=generator)
 
 
 def rows_of(step: int, rank: int) -> Tensor:
-    """The tokens of one rank in a step."""
     return global_batch(step)[rank * ROWS : (rank + 1) * ROWS]
 
 
@@ -77,7 +75,6 @@ def plain_weights(steps: int, microbatches: int = 1, max_norm: float | None = No
 
 
 def whole(model: nn.Module) -> Weights:
-    """The full weights of a model of either library, on every rank."""
     return {
         name.replace("_checkpoint_wrapped_module.", ""): full(param)
         for name, param in model.named_parameters()
@@ -85,13 +82,11 @@ def whole(model: nn.Module) -> Weights:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Whose modules a Llama and its layers are, and its full weights, on every rank."""
     is_ours = [isinstance(each, shardwise.FSDPModule) for each in (model, *model.model.layers)]
     return {"ours": is_ours, "weights": whole(model)}
 
 
 def assert_same(found: Weights, expected: Weights) -> None:
-    """Equal but for the order of additions."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(

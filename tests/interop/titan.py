@@ -44,8 +44,6 @@ ROWS, LENGTH, VOCABULARY = 4, 16, 2048  # of all ranks together
 
 
 class _Rows(IterableDataset):
-    """Of each step the rows of one rank, of `world` ranks."""
-
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
 
@@ -60,8 +58,6 @@ class _Rows(IterableDataset):
 
 
 class Batches(ParallelAwareDataloader):
-    """Gives ranks their rows of the same global batches, however many there are."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
         """Nothing to choose."""
@@ -78,12 +74,8 @@ class Batches(ParallelAwareDataloader):
 
 
 class NoTokenizer:
-    """Nobody asks for one: tokens are drawn."""
-
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Nothing to choose."""
-
         def build(self, **_: Any) -> None:
             """No tokenizer."""
 

@@ -46,8 +46,6 @@ class FrozenOutput:
 
 
 class Plain:
-    """An object that nobody registered anywhere."""
-
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
@@ -83,8 +81,6 @@ class MyDict(dict):  # type: ignore[type-arg]
 
 
 class LazyMapping(Mapping[str, Any]):
-    """Makes its values when they are asked for, as some dictionaries of tensors do."""
-
     def __init__(self, *pairs: tuple[Tensor, Tensor]) -> None:
         self._pairs = pairs
 

@@ -12,6 +12,7 @@ from events import observe
 from expecttest import assert_expected_inline
 from harness import World
 from models import SquareBlock, even_tower, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from tensor_subclasses import TravelsLow, Wrapper
 from torch import Tensor, nn
@@ -33,8 +34,6 @@ Note = tuple[str, MemorySnapshot, Sizes]
 
 
 class Stack(nn.Module):
-    """Four blocks, and two matrices of the root's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in range(4))
@@ -62,7 +61,6 @@ def batch() -> Tensor:
 
 
 def alive() -> list[Tensor]:
-    """The tensors that Python knows, and their gradients."""
     found = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
     return found + [t.grad for t in found if isinstance(t, nn.Parameter) and t.grad is not None]
 
@@ -387,7 +385,6 @@ def test_sizes_are_those_of_the_storages_that_exist(world: World, name: str) -> 
 
 
 def one_row() -> Any:
-    """Of which the second rank has none."""
     return fully_shard(nn.Sequential(nn.Linear(500_000, 1, bias=False), nn.Tanh()))
 
 
@@ -439,8 +436,10 @@ def test_weights_that_all_gather_themselves_are_counted_in_the_form_that_travels
             assert snapshot.total_bytes == sizes["all"], moment
 
 
-def small_model() -> list[MemorySnapshot]:
+@on_ranks(2)
+def test_small_groups_on_the_host_keep_memory_for_parameters() -> None:
     """After a step, and after its gradients were cleared; then after another with a look at each event."""
+    size = 256 * 256 * 4
     model = fully_shard(nn.Linear(256, 256, bias=False))
     snapshots = []
     for is_watched in (False, True, False):
@@ -449,14 +448,8 @@ def small_model() -> list[MemorySnapshot]:
         snapshots.append(memory_snapshot(model))
         model.zero_grad()
         snapshots.append(memory_snapshot(model))
-    return snapshots
-
-
-def test_small_groups_on_the_host_keep_memory_for_parameters(world2: World) -> None:
-    size = 256 * 256 * 4
-    for snapshots in world2.run(small_model):
-        kept = [(s.kept_storage_bytes, s.reduced_gradient_bytes) for s in snapshots]
-        assert kept == [(size, size // 2), (size, 0)] * 3
+    kept = [(s.kept_storage_bytes, s.reduced_gradient_bytes) for s in snapshots]
+    assert kept == [(size, size // 2), (size, 0)] * 3
 
 
 # --- states and reasons ---------------------------------------------------------------------------
@@ -539,7 +532,6 @@ total                                         0.0020     0.0012  0.0027         
 
 
 def reasons(strategy: str) -> dict[str, tuple[str, str | None]]:
-    """The state of the last block, and why it is in memory."""
     torch.manual_seed(0)
     model = shardwise.shard_model(even_tower(), strategy=strategy)
     x = random_batch(0, 4, dtype=torch.float32)
@@ -593,27 +585,23 @@ def test_each_state_has_its_reason(world2: World) -> None:
         }
 
 
-def groups_of_a_part() -> list[tuple[str, tuple[str, ...]]]:
+@on_ranks(2)
+def test_a_snapshot_is_of_the_groups_inside() -> None:
     model = even_tower()
     fully_shard([model.blocks[1], model.blocks[2]])
     fully_shard(model)
-    return [(group.name, group.modules) for group in memory_snapshot(model.blocks).groups]
+    assert [(group.name, group.modules) for group in memory_snapshot(model.blocks).groups] == [
+        ("blocks.1, blocks.2", ("blocks.1", "blocks.2"))
+    ]
 
 
-def test_a_snapshot_is_of_the_groups_inside(world2: World) -> None:
-    assert world2.run(groups_of_a_part) == [[("blocks.1, blocks.2", ("blocks.1", "blocks.2"))]] * 2
-
-
-def on_meta() -> MemorySnapshot:
+@on_ranks(2)
+def test_what_has_no_values_takes_no_memory() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    return memory_snapshot(fully_shard(model))
-
-
-def test_what_has_no_values_takes_no_memory(world2: World) -> None:
-    for snapshot in world2.run(on_meta):
-        assert snapshot.total_bytes == 0
-        assert snapshot.groups[0].state == "sharded"
+    snapshot = memory_snapshot(fully_shard(model))
+    assert snapshot.total_bytes == 0
+    assert snapshot.groups[0].state == "sharded"
 
 
 def test_totals_are_sums_and_nothing_can_be_changed() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import assert_all_same, assert_as_plain, assert_equal
+from comparing import alike, assert_all_same, assert_as_plain, assert_equal
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, refusal
@@ -131,8 +131,6 @@ def test_tensor_parallel_gradients_are_clipped_as_plain_ones(
 
 
 class Everything(nn.Module):
-    """One part for each way of lying on ranks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.split = Mlp(WIDTH, 10, WIDTH)
@@ -320,7 +318,6 @@ def test_gradients_placed_otherwise_than_their_parameters_are_measured_as_the_wh
 
 
 def lacking(kind: float) -> tuple[Tensor, list[Any]]:
-    """Rank 0 lacks all gradients that are sharded over one dimension, rank 3 those over the other."""
     row, column = divmod(dist.get_rank(), 2)
     over_rows, over_columns = (Shard(0), Replicate()), (Replicate(), Shard(0))
     givens = [Given((4,), SQUARE, over_rows), Given((4, 4), SQUARE, over_columns), Given((2,)), Given((1,))]
@@ -380,8 +377,7 @@ def refused_lists(layout: Layout, chosen: list[list[int]], is_named: bool) -> tu
 
 
 def test_lists_that_differ_by_rank_are_refused_on_all_ranks(world2: World) -> None:
-    first, second = world2.run(refused_lists, LINES[2], [[0, 1, 2], [2, 0]], True)
-    assert first == second
+    first = alike(world2.run(refused_lists, LINES[2], [[0, 1, 2], [2, 0]], True))
     assert_expected_inline(
         first[0],
         """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
@@ -434,7 +430,6 @@ def test_where_reading_waits_ranks_read_only_what_is_new_to_them(world2: World) 
 
 
 def clipped_by_stage(kind: float) -> Tensor:
-    """Pipeline stages hold parameters of their own, over ranks of their own."""
     own = dist.get_rank() % 2
     stages = nn.ModuleList(nn.Linear(4, 4 + index) for index in range(2)).double()
     fully_shard(stages[own], mesh=TWO_D.mesh()["dp"])
@@ -467,7 +462,6 @@ def test_the_norm_has_the_same_bits_on_every_rank(world3: World) -> None:
 
 
 def norms_by_order(orders: list[list[int]]) -> tuple[list[float], list[Any]]:
-    """Parameters in a set come in an order of their own on each rank."""
     params = params_of(MIXED)
     with Wire() as wire:
         norm = clip_grad_norm_([params[index] for index in orders[dist.get_rank()]], 0.1)
@@ -642,7 +636,6 @@ def test_powers_that_leave_the_range_of_numbers_do_no_harm(scale: float) -> None
 
 
 def infected(layout: Layout, rank: int, names: list[str], value: float, **how: Any) -> tuple[str, bool]:
-    """On one rank some numbers are `value`."""
     model = tower(layout, even_tower)
     mean_of_squares(model, layout_inputs(layout, 0)).backward()
     if dist.get_rank() == rank:
@@ -734,8 +727,7 @@ def test_gradients_that_wait_to_be_reduced_are_not_overlooked(world4: World, set
     for step in (0, 1):
         mean_of_squares(plain, layout_inputs(None, step)).backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
-    first, *others = world4.run(deferred, SQUARE, setter)
-    assert others == [first] * 3
+    first = alike(world4.run(deferred, SQUARE, setter))
     assert first["zeroed"] == 0.0
     assert first["synchronised"] == pytest.approx(norm, rel=1e-12)
     if setter == "set_requires_gradient_sync":
@@ -835,7 +827,6 @@ def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [1, 2.0, INF])
 def test_sparse_gradients_are_clipped_as_dense_ones(world2: World, kind: Any) -> None:
-    """Row 1 has three terms, which only their sum has the norm of."""
     assert_all_same(world2.run(embedded, True, kind), embedded(False, kind))
 
 

@@ -50,13 +50,10 @@ def flat(name: str, params: Any, **options: Any) -> FlatOptimizer:
 
 
 def runs_of(optimizer: Any) -> list[int]:
-    """How many parameters each tensor of the last step had."""
     return sorted(len(run.params) for run in optimizer._plan.runs)
 
 
 class Kind(OptimizerByName):
-    """One of those to be tested."""
-
     def run(self, is_flat: bool = True, **others: Any) -> Run:
         plain = getattr(torch.optim, self.name)
         return Run(optimizer=partial(flat, self.name) if is_flat else plain, options=self.options, **others)
@@ -93,7 +90,6 @@ def trained(run: Run, steps: int = 4) -> dict[str, Any]:
 
 
 def trained_with_forms(run: Run) -> tuple[dict[str, Any], list[Any]]:
-    """The same, and of what form each state is."""
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0, 4)
     names = {param: name for name, param in model.named_parameters()}
@@ -238,7 +234,6 @@ def test_uneven_shards_are_joined_across_their_padding() -> None:
 
 
 def padding_after_steps(kind: Kind) -> list[float]:
-    """Bytes of flat shards that belong to no parameter."""
     run = kind.run()
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0, 4)
@@ -417,8 +412,6 @@ def test_gradients_in_memory_of_their_own_are_not_joined(how: str) -> None:
 
 
 class Mixed(nn.Module):
-    """What fully_shard manages, what it ignores, and a DTensor that someone else has made."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
@@ -704,7 +697,8 @@ def test_a_loaded_state_is_copied() -> None:
     assert_all_same([everything(model, optimizer)], before, 0.0)
 
 
-def full_states() -> dict[str, Any]:
+@on_ranks(2)
+def test_full_states_go_in_and_out() -> None:
     run = Kind("AdamW").run()
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
@@ -714,14 +708,13 @@ def full_states() -> dict[str, Any]:
     shardwise.load_full_state_dict(other, model_state if is_first else None)
     shardwise.state.load_full_optimizer_state_dict(other, fresh, state if is_first else None)
     run.train(other, fresh, 2)
-    return everything(other, fresh)
+    assert_all_same([everything(other, fresh)], trained(Kind("AdamW").run(is_flat=False)), 1e-10)
 
 
-def test_full_states_go_in_and_out(world2: World) -> None:
-    assert_all_same(world2.run(full_states), trained(Kind("AdamW").run(is_flat=False)), 1e-10)
-
-
-def through_torchs_recipe(path: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_torchs_checkpoints_work(tmp_path: Path) -> None:
+    want = trained(Kind("AdamW").run(is_flat=False))
+    path = str(tmp_path / "checkpoint")
     run = Kind("AdamW").run()
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
@@ -733,26 +726,19 @@ def through_torchs_recipe(path: str) -> dict[str, Any]:
     other.load_state_dict(loaded["model"])
     set_optimizer_state_dict(other, fresh, loaded["optimizer"])
     run.train(other, fresh, 2)
-    return everything(other, fresh)
+    got = everything(other, fresh)
+    got.pop("inlet.bias step", None)  # torch's recipe gives state to what has had no gradient
+    assert_all_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
 
 
-def test_torchs_checkpoints_work(world2: World, tmp_path: Path) -> None:
-    want = trained(Kind("AdamW").run(is_flat=False))
-    for got in world2.run(through_torchs_recipe, str(tmp_path / "checkpoint")):
-        got.pop("inlet.bias step", None)  # torch's recipe gives state to what has had no gradient
-        assert_all_same([{k: v for k, v in got.items() if not k.startswith("inlet.bias exp")}], want, 1e-10)
-
-
-def with_state_on_the_host(run: Run) -> dict[str, Any]:
+@on_ranks(2)
+def test_offloaded_state_works() -> None:
+    kind = Kind("AdamW")
+    run = kind.run()
     model, optimizer = run.start(1)
     shardwise.optim.offload_optimizer_state(optimizer, pin_memory=False)
     run.train(model, optimizer, 0, 4)
-    return everything(model, optimizer)
-
-
-def test_offloaded_state_works(world2: World) -> None:
-    kind = Kind("AdamW")
-    assert_all_same(world2.run(with_state_on_the_host, kind.run()), trained(kind.run(is_flat=False)), 1e-10)
+    assert_all_same([everything(model, optimizer)], trained(kind.run(is_flat=False)), 1e-10)
 
 
 @same_as_plain(2)
@@ -801,7 +787,6 @@ def step_again(random: Random, run: Run, model: nn.Module, optimizer: Any) -> No
 
 
 def drop_some_gradients(random: Random, run: Run, model: nn.Module, optimizer: Any) -> None:
-    """Others go on, and steps of each parameter count."""
     for param in model.parameters():
         if random.random() < 0.3:
             param.grad = None
@@ -816,7 +801,6 @@ def freeze_and_thaw(random: Random, run: Run, model: nn.Module, optimizer: Any) 
 
 
 def replace_gradients(random: Random, run: Run, model: nn.Module, optimizer: Any) -> None:
-    """By a DTensor of the caller's own, by replicated ones, and all of them."""
     weight = model.blocks[0].up.weight
     weight.grad = None if weight.grad is None else weight.grad * 0.5
     for weight in (model.blocks[1].down.weight, model.inlet.weight):  # the latter is alone in its run
@@ -1037,7 +1021,8 @@ ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate sc
     assert type(scheduled) is torch.optim.AdamW
 
 
-def refused_in_a_step() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     run = Kind("AdamW").run()
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
@@ -1059,14 +1044,8 @@ def refused_in_a_step() -> list[str]:
     after = everything(model, optimizer)
     after["blocks.0.up.weight exp_avg"] = before["blocks.0.up.weight exp_avg"]
     assert_all_same([after], before, 0.0)
-    return texts
-
-
-def test_what_cannot_be_stepped_is_refused_by_name(world2: World) -> None:
-    first, second = world2.run(refused_in_a_step)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(texts),
         """\
 TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to .grad of sharded parameters, or None.
 ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.state.load_full_optimizer_state_dict.
@@ -1094,8 +1073,6 @@ def test_an_error_in_a_step_leaves_the_users_side() -> None:
 
 
 class Abstract(ABC, torch.optim.Optimizer):
-    """As the classes of some packages are made."""
-
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -1152,8 +1129,6 @@ def test_other_classes_also_behind_an_abstract_one_are_admitted_by_an_argument(s
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps by another, as some packages do."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         self.defaults = inner.defaults

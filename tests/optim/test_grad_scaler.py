@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same, assert_as_plain
+from comparing import alike, assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, layout_inputs, parameters_of, seat, whole
 from on_ranks import on_ranks
@@ -43,8 +43,6 @@ class Branch(nn.Module):
 
 
 class Gain(nn.Module):
-    """A scalar, which is replicated whatever the mesh."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(0.5))
@@ -109,7 +107,6 @@ a child's gradient overflows on one rank. None: nothing does."""
 
 
 def scaler_for(layout: Layout | None, scale: float = SCALE, **options: Any) -> torch.amp.GradScaler:
-    """torch's in the plain run, else ours."""
     return (torch.amp if layout is None else shardwise).GradScaler("cpu", init_scale=scale, **options)
 
 
@@ -248,8 +245,6 @@ TENSOR_PARALLEL = Layout((2, 2), ("dp", "tp"), ("dp",))
 
 
 class Split(Branch):
-    """A branch whose rows tensor parallelism divides."""
-
     def __init__(self) -> None:
         super().__init__(8)
 
@@ -383,7 +378,6 @@ def float32_scales(kinds: list[str], row: int) -> list[float]:
 @pytest.mark.parametrize("name", ["zero3", "sharded_then_hybrid", "replicated_then_sharded"])
 def test_the_scale_goes_down_on_all_ranks_until_the_gradients_fit(world4: World, name: str) -> None:
     for row in (0, ROWS - 1):
-        first, *others = world4.run(float32_scales, KINDS[name], row)
-        assert all(other == first for other in others)
+        first = alike(world4.run(float32_scales, KINDS[name], row))
         assert len(first) > 3
         assert first == [2.0 ** (40 - i) for i in range(len(first))]

@@ -36,7 +36,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """The iteration in the dtype of ``matrix``, as its source has it."""
     a, b, c = COEFFICIENTS
     x = matrix.T if len(matrix) > len(matrix.T) else matrix
     x = x / max(float(x.norm()), eps)
@@ -82,7 +81,6 @@ class PlainMuon(torch.optim.Optimizer):
 
 
 def exact(model: nn.Module, **options: Any) -> Muon:
-    """Ours in float64."""
     options = {"lr": 0.02, "adamw": {"lr": 0.01}, "iteration_dtype": torch.float64} | options
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         options["is_matrix"] = lambda name, param: is_hidden_matrix(name, param) or param.dim() == 3
@@ -93,8 +91,6 @@ def exact(model: nn.Module, **options: Any) -> Muon:
 
 
 class FusedBlock(nn.Module):
-    """Fused queries, keys and values, experts stacked in three dims, and two matrices."""
-
     def __init__(self, width: int = 6, experts: int = 3) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -176,7 +172,6 @@ SPREADS = [
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
-    """On the same batch everywhere, so that averages over ranks are what one process has."""
     tokens = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(number))
     return model(tokens).square().mean()
 
@@ -286,8 +281,12 @@ def test_a_checkpoint_goes_on_in_another_world(
     assert_all_same(request.getfixturevalue(f"world{loading}").run(second_half, run), want[0], 1e-10)
 
 
-def goes_on(spread: Spread) -> list[dict[str, Any]]:
+@on_ranks(3)
+def test_copies_full_states_by_name_or_id_and_state_dicts_go_on() -> None:
     """Half of the steps, and the rest with what copies, full states and state dicts make of it."""
+    plain = Spread(1, "plain").model()
+    want = train_steps(plain, PlainMuon(plain.named_parameters(), 0.02, fused), range(6))
+    spread = Spread(3)
     model = spread.model()
     optimizer = exact(model, row_blocks=fused)
     train_steps(model, optimizer, range(3))
@@ -306,14 +305,8 @@ def goes_on(spread: Spread) -> list[dict[str, Any]]:
     fresh = exact(model, row_blocks=fused)
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-    return [train_steps(*each, range(3, 6)) for each in [*copies, (model, fresh)]]
-
-
-def test_copies_full_states_by_name_or_id_and_state_dicts_go_on(world3: World) -> None:
-    model = Spread(1, "plain").model()
-    want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(6))
-    for each in world3.run(goes_on, Spread(3)):
-        assert_all_same(each, want, 1e-10)
+    each = [train_steps(*each, range(3, 6)) for each in [*copies, (model, fresh)]]
+    assert_all_same(each, want, 1e-10)
 
 
 def test_the_state_of_torchs_muon_is_taken_over() -> None:
@@ -332,24 +325,6 @@ def test_the_state_of_torchs_muon_is_taken_over() -> None:
 # --- what a training loop does --------------------------------------------------------------------
 
 
-def scheduled(spread: Spread) -> Any:
-    """With loss scaling, a step that overflows, clipping and a schedule."""
-    model = spread.model()
-    optimizer = exact(model, row_blocks=fused)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for number in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, number) * (float("inf") if number == 1 else 1)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
-    return {name: full(param) for name, param in model.named_parameters()}
-
-
 def scheduled_plainly() -> Any:
     model = Spread(1, "plain").model()
     optimizer = PlainMuon(model.named_parameters(), 0.02, fused)
@@ -364,8 +339,25 @@ def scheduled_plainly() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_scaling_clipping_and_schedules(world2: World) -> None:
-    assert_all_same(world2.run(scheduled, Spread(2)), scheduled_plainly(), 1e-9)
+@on_ranks(2)
+def test_scaling_clipping_and_schedules() -> None:
+    spread = Spread(2)
+    model = spread.model()
+    optimizer = exact(model, row_blocks=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, number) * (float("inf") if number == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert_all_same(
+        [{name: full(param) for name, param in model.named_parameters()}], scheduled_plainly(), 1e-9
+    )
 
 
 def with_missing_gradients(spread: Spread | None) -> Any:
@@ -545,7 +537,8 @@ ValueError: up has dtype torch.complex64; only matrices of floating numbers are 
     )
 
 
-def bad_parameters_and_gradients() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_put_together_is_refused_by_name() -> None:
     mesh = device_mesh((2,), ("shard",))
     partial = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, (Partial(),)))
     found = [refusal(Muon, [("up", partial)])]
@@ -555,14 +548,8 @@ def bad_parameters_and_gradients() -> list[str]:
     optimizer.step()
     optimizer.state[good]["momentum_buffer"] = torch.ones(4, 4)
     found.append(refusal(optimizer.step))
-    return found
-
-
-def test_what_cannot_be_put_together_is_refused_by_name(world2: World) -> None:
-    first, second = world2.run(bad_parameters_and_gradients)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(found),
         """\
 ValueError: up: a DTensor with placement P(sum) holds parts of a sum, which have no place in the full tensor. Redistribute it to Shard(...) or Replicate() first.
 TypeError: up: 'momentum_buffer' in the state is a Tensor of shape (4, 4), where a DTensor of the parameter's shape, (4, 4), is expected. Load full states with shardwise.state.load_full_optimizer_state_dict.""",

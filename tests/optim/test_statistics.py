@@ -48,7 +48,6 @@ EDGES = [-INF, -0.3, -0.1, 0.0, 0.1, 0.3]
 
 
 def plainly(parts: Mapping[str, list[Tensor]], edges: list[float] | None = None) -> Found:
-    """What torch finds for all elements of each list together."""
     found = {}
     for name, tensors in parts.items():
         values = torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -105,7 +104,6 @@ ABOUT = [(of, by) for of in ("parameters", "gradients") for by in ("parameter", 
 
 
 def model_on(layout: Layout | None, build: Callable[[], nn.Module] | Run, **options: Any) -> nn.Module:
-    """A model after a backward; plain without a layout."""
     if isinstance(build, Run):
         model = made(layout, build)
         loss_of(model, layout_inputs(layout, 0, build.sizes[0])).backward()
@@ -318,7 +316,6 @@ def stages() -> nn.ModuleList:
 
 
 def found_in_stages(by: str, same_names: bool) -> Any:
-    """Ranks 0 and 2 share a stage, and ranks 1 and 3 another."""
     mesh = TWO_D.mesh()
     own = mesh.get_local_rank("tp")
     stage = fully_shard(stages()[own], mesh=mesh["dp"])
@@ -415,19 +412,16 @@ def test_the_global_norm_takes_parameters_differences_and_one_tensor() -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def refused_lists() -> str:
+@on_ranks(2)
+def test_ranks_that_pass_different_things_are_told() -> None:
     tensors = values_of([Given((rows, 2), LINES[2], ROWS) for rows in range(1, 41)])
     given = dict(list(tensors.items())[: 40 - 5 * dist.get_rank()])
     edges = [0, 1] if dist.get_rank() else None
     told = [refusal(statistics, given), refusal(statistics, tensors, histogram=edges)]
     own = {"all": tensors["0.x"], f"of {dist.get_rank()}": torch.ones(2)}
     told += [refusal(statistics, own), refusal(global_norm, given.values())]
-    return "\n".join(told)
-
-
-def test_ranks_that_pass_different_things_are_told(world2: World) -> None:
     assert_expected_inline(
-        alike(world2.run(refused_lists)),
+        "\n".join(told),
         """\
 ValueError: statistics: ranks have passed different parameters: 35.x (not on rank 1), 36.x (not on rank 1), 37.x (not on rank 1), 38.x (not on rank 1) and 1 more. The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.
 ValueError: statistics: ranks have passed different parameters: of='parameters', histogram=None (not on rank 1), of='parameters', histogram=[0.0, 1.0] (not on rank 0). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.

@@ -274,7 +274,8 @@ def test_memory_is_bounded_by_a_batch() -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_put_together_is_refused_by_name() -> None:
     mesh = device_mesh((2,), ("shard",))
     good = distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),))
     bad: list[Any] = [
@@ -295,14 +296,8 @@ def refusals() -> list[str]:
     found.append(
         refusal(lambda: WholeMatrices([torch.ones(2, 3)]).apply([torch.ones(2, 3)], lambda m, _: m.mT))
     )
-    return found
-
-
-def test_what_cannot_be_put_together_is_refused_by_name(world2: World) -> None:
-    first, second = world2.run(refusals)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(found),
         """\
 ValueError: bad: a DTensor with placement P(sum) holds parts of a sum, which have no place in the full tensor. Redistribute it to Shard(...) or Replicate() first.
 ValueError: bad has shape (4,): it is neither a matrix, of 2 dims, nor a stack of matrices, of 3. Leave it out, or view it as a matrix.

@@ -61,8 +61,6 @@ TINY = {"batch_bytes": 1}  # a parameter a round
 
 @dataclass(frozen=True)
 class Kind:
-    """A class with its options, and those of ``WholeParameters``. Travels by pickle."""
-
     kind: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.1})
     whole: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +99,6 @@ WAYS = [
 
 
 def start(way: Way, kind: Kind, *params: Any, seed: int = 0) -> tuple[Any, Any]:
-    """The model and its optimizer: plain ones where there are no ranks."""
     is_plain = not dist.is_initialized()
     model = built(way.build, seed) if is_plain else way.model(seed)
     for param in model.parameters() if is_plain else ():
@@ -143,7 +140,6 @@ def steps(model: nn.Module, optimizer: Any, numbers: range = range(3)) -> None:
 
 
 def found(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """All that a run has come to, whole, the same on all ranks."""
     _, state = full_state_dict(model, optimizer, rank0_only=False)
     return {**parameters_of(model), "the optimizer": state}
 
@@ -195,7 +191,6 @@ def test_a_step_has_the_bits_of_the_class_in_one_process(way: Way, kind: Kind) -
 
 
 def sometimes(way: Way, kind: Kind, first: int) -> Any:
-    """A step without gradients, steps with some, one with all."""
     model, optimizer = start(way, kind)
     for number in range(first, 5):
         set_gradients(model, number, lambda name, n=number: n == 0 or (n < 4 and hash_of(name) % 3 == n % 3))
@@ -281,8 +276,6 @@ def test_groups_come_and_schedulers_change_them(way: Way, kind: Kind) -> Any:
 
 
 class Mixed(nn.Module):
-    """A dtype for each block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -566,7 +559,6 @@ def first_half(way: Way, kind: Kind, path: str, is_plain: bool) -> Any:
 
 
 def second_half(way: Way, kind: Kind, path: str, full_states: Any, is_plain: bool) -> Any:
-    """From the checkpoint, and from full states."""
     results = []
     for source in ("checkpoint", "full states"):
         model, optimizer = begun(way, kind, is_plain, seed=1)
@@ -716,7 +708,6 @@ def test_the_state_is_divided_by_the_ranks(world4: World) -> None:
 
 
 def failing_step(way: Way, kind: Kind) -> Any:
-    """A first step that fails, and what it has changed."""
     model, optimizer = start(way, kind)
     before = parameters_of(model)
     set_gradients(model, 0)
@@ -774,12 +765,10 @@ def test_after_a_first_step_that_failed_the_next_one_runs(way: Way) -> Any:
 
 
 def of(*params: Any, kind: Any = Shampoo, **options: Any) -> WholeParameters:
-    """Over the parameters of a sharded model, if none are given."""
     return WholeParameters(kind, list(params) or Way(2).model().parameters(), **options)
 
 
 def pick(usual: Any, other: Any) -> Any:
-    """The other one on rank 1."""
     return other if dist.get_rank() else usual
 
 
@@ -862,13 +851,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
-def what_is_told() -> list[str]:
-    return [refusal(act) for act in REFUSED.values()]
-
-
-def test_what_is_refused_and_how(world2: World) -> None:
-    first, second = world2.run(what_is_told)
-    assert first == second
+@on_ranks(2)
+def test_what_is_refused_and_how() -> None:
+    first = [refusal(act) for act in REFUSED.values()]
     assert_expected_inline(
         "\n\n".join(f"{title.upper()}\n{wrapped(text)}" for title, text in zip(REFUSED, first, strict=True)),
         """\

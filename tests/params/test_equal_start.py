@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout, device_mesh, refusal
@@ -57,8 +58,7 @@ def apart(seeds: tuple[int, ...], shape: tuple[int, ...], strategy: str | None) 
 
 
 def test_weights_of_one_rank_alone_are_refused_at_the_first_forward(world2: World) -> None:
-    first, second = world2.run(apart, (0, 1), (2,), None)
-    assert first == second
+    first = alike(world2.run(apart, (0, 1), (2,), None))
     assert first[0] == first[1]
     assert_expected_inline(
         wrapped(first[0]),
@@ -121,7 +121,6 @@ def test_weights_that_are_loaded_after_sharding_may_have_begun_apart(how: str) -
 
 
 def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
-    """Each rank loads full values of its own seed, None loads nothing: what two forwards tell."""
     torch.manual_seed(0)
     if when == "after materialize":
         with torch.device("meta"):
@@ -153,8 +152,7 @@ def loaded_apart(when: str, seeds: tuple[int | None, ...]) -> list[str]:
 def test_full_values_that_differ_by_rank_are_refused_at_the_next_forward(
     world2: World, when: str, seeds: tuple[int | None, ...]
 ) -> None:
-    first, second = world2.run(loaded_apart, when, seeds)
-    assert first == second
+    first = alike(world2.run(loaded_apart, when, seeds))
     assert first[0] == first[1]
     checksum = "inlet.weight: the checksum of the full value that load_state_dict was given is "
     assert first[0].startswith(f"RuntimeError: The ranks have loaded different values. {checksum}")
@@ -162,8 +160,7 @@ def test_full_values_that_differ_by_rank_are_refused_at_the_next_forward(
 
 
 def test_the_refusal_of_different_loads_says_what_to_do(world2: World) -> None:
-    first, second = world2.run(loaded_apart, "before the first step", (1, None))
-    assert first == second
+    first = alike(world2.run(loaded_apart, "before the first step", (1, None)))
     assert first[0] == first[1]
     assert_expected_inline(
         wrapped(first[0]),
@@ -210,7 +207,6 @@ def test_only_what_was_loaded_last_counts(how: str) -> None:
 
 @on_ranks(2)
 def test_what_is_not_to_be_compared_is_not() -> None:
-    """Where nothing is to be compared: the flag, no values yet, and values that one rank had right."""
     rank = dist.get_rank()
     backward(shard_tower(built(Tower, seed=rank), check_equal_weights=False))
     backward(shard_model(built(Tower, seed=rank), strategy="ddp", check_equal_weights=False))

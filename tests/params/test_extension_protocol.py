@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from harness import World
 from models import WIDTH, random_batch
 from on_ranks import on_ranks
 from reference import full, mean_of_squares
@@ -139,7 +138,6 @@ def model_of(side: Side, kind: type[Scaled], rows: int, device: str = "cpu") -> 
 
 
 def train(side: Side, model: nn.Module) -> None:
-    """Large steps, so that scales change from one to the next."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
@@ -190,19 +188,14 @@ def test_the_padding_is_cut_and_the_mesh_is_of_the_ranks_that_share(side: Side, 
             assert set(Scaled.asked) == {(sharing, 1)}
 
 
-def wrong_shape() -> str:
+@on_ranks(2)
+def test_a_result_of_another_shape_is_refused() -> None:
     model = model_of(Side(is_sharded=True), Scaled, 6)
     fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     with pytest.raises(RuntimeError) as caught:
         model(random_batch(0, 4))
-    return str(caught.value)
-
-
-def test_a_result_of_another_shape_is_refused(world2: World) -> None:
-    first, second = world2.run(wrong_shape)
-    assert first == second
     assert_expected_inline(
-        first,
+        str(caught.value),
         """0.weight: Scaled.fsdp_post_all_gather returned shape (12, 4), where a tensor of shape (6, 8) is expected; or one with more rows, which are cut off, if it is sharded on dim 0. Return a tensor of the shape of the whole parameter.""",
     )
 
@@ -289,7 +282,8 @@ def test_methods_put_on_local_tensors_are_called(side: Side) -> None:
     train(side, model)
 
 
-def told_wrongly() -> tuple[str, str]:
+@on_ranks(2)
+def test_half_of_the_methods_or_lost_ones_are_an_error() -> None:
     side = Side(is_sharded=True)
     model = side.shard(low_model(side))
     local: Any = model[0].weight._local_tensor
@@ -302,14 +296,8 @@ def told_wrongly() -> tuple[str, str]:
     with pytest.raises(RuntimeError) as lost:  # once another bucket's all-gather was issued
         model(random_batch(0, 4))
     dist.all_reduce(torch.ones(1))
-    return str(half.value), str(lost.value)
-
-
-def test_half_of_the_methods_or_lost_ones_are_an_error(world2: World) -> None:
-    first, second = world2.run(told_wrongly)
-    assert first == second
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join((str(half.value), str(lost.value))),
         """\
 0.weight holds a Tensor, which has fsdp_pre_all_gather but no fsdp_post_all_gather; an all-gather needs both. Add it to the class, or to the tensor that has the other.
 0.weight: its shard was replaced by a Tensor without fsdp_pre_all_gather and fsdp_post_all_gather. Methods that were put on a tensor stay with that tensor: put them on the new local tensor as well, or on its class.""",

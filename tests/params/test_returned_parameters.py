@@ -1,7 +1,5 @@
 """Parameters that a model returns are copies, whichever of its groups they are of, and where
 a rank computes on its shards themselves, changes of these are noticed.
-
-Scripts run plainly and sharded (scenario.py) in float64.
 """
 
 from typing import Any

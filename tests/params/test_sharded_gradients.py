@@ -22,7 +22,6 @@ from shardwise.optim import FlatOptimizer
 
 
 def sharded(make: Callable[[], nn.Module] = even_tower, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A plain model, and the same one sharded."""
     plain = built(make, seed=7)
     model = copy.deepcopy(plain)
     shard_tower(model, **options)
@@ -199,7 +198,6 @@ def test_what_was_frozen_after_forward_gets_no_gradient(name: str) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("width", [32, 512])
 def test_clearing_frees_gradients_at_once(width: int) -> None:
-    """And their local tensors."""
     model = fully_shard(nn.Linear(width, width, bias=False))
     model(torch.ones(2, width)).sum().backward()
     gradient = model.weight.grad
@@ -248,7 +246,6 @@ def test_gradients_are_right_after_a_backward_that_failed() -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["blocks.0.norm.weight", "blocks.0.up.bias"])
 def test_gradients_that_were_given_other_memory_count_with_that(name: str) -> None:
-    """A gradient is given other contents through ``.data`` of its local tensor."""
     plain, model = sharded()
     optimizers = [
         torch.optim.SGD(plain.parameters(), 0.1),
@@ -272,8 +269,6 @@ def test_gradients_that_were_given_other_memory_count_with_that(name: str) -> No
 
 
 class OnTwoMeshes(nn.Module):
-    """A parameter on one mesh of tensor parallelism, and one on another."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         value = torch.arange(16.0, dtype=torch.float64).view(4, 4)

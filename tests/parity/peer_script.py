@@ -114,10 +114,7 @@ class Checkpoint(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         self.root.load_state_dict(state["schedule"])
         self.step = state["step"]
@@ -145,7 +142,6 @@ def evaluate(model: LanguageModel) -> float:
 
 
 def train_step(model: FSDPModule, optimizer: torch.optim.Optimizer, step: int) -> tuple[float, float]:
-    """Loss and gradient norm of one step, which takes several microbatches and reduces gradients once."""
     losses = []
     for i in range(MICROBATCHES):
         seed = (step * MICROBATCHES + i) * dist.get_world_size() + dist.get_rank()
@@ -172,7 +168,6 @@ def main(
     resume_from: Path | None = None,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Train from step 0, or from the checkpoint in ``resume_from``; save one after ``save_at`` steps."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":

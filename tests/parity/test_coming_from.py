@@ -390,7 +390,6 @@ SHOWN_BY |= {
 
 
 def table() -> dict[str, str]:
-    """Every name of the tables, and what its row says."""
     texts = [page.read_text() for page in PAGES]
     assert all(text.count(HEADING) == 1 for text in texts), "a page has no such section"
     section = "\n".join(text[text.index(HEADING) + len(HEADING) :].split("\n## ")[0] for text in texts)

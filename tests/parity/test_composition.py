@@ -17,7 +17,6 @@ from harness import World
 from meshed import refusal
 from models import (
     WIDTH,
-    Block,
     LanguageModel,
     built,
     even_tower,
@@ -28,6 +27,7 @@ from models import (
     token_batch,
     uneven_tower,
 )
+from on_ranks import on_ranks
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says
 from scenario import BATCH_SIZE, Side, same_as_plain
@@ -51,7 +51,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def refusals_of_optimizers_made_first() -> list[str]:
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_says_why_not() -> None:
     """Of every kind of optimizer, whether step or zero_grad comes first."""
     texts = []
     for make in OPTIMIZERS.values():
@@ -61,14 +62,9 @@ def refusals_of_optimizers_made_first() -> list[str]:
             shard_tower(model)
             mean_of_squares(model, random_batch(0, 4)).backward()
             texts.append(refusal(getattr(optimizer, first)))
-    return texts
-
-
-def test_an_optimizer_made_before_sharding_says_why_not(world2: World) -> None:
-    for texts in world2.run(refusals_of_optimizers_made_first):
-        assert len(texts) == 2 * len(OPTIMIZERS)
-        for text in texts:
-            assert_says(text, "RuntimeError", "inlet.weight", "optimizer built before fully_shard")
+    assert len(texts) == 2 * len(OPTIMIZERS)
+    for text in texts:
+        assert_says(text, "RuntimeError", "inlet.weight", "optimizer built before fully_shard")
 
 
 class KeepsWeights(nn.Module):
@@ -94,37 +90,30 @@ class KeepsWeights(nn.Module):
         return self.outlet(torch.tanh(F.linear(x, weights[self.place].t())) @ weights[self.place].t())
 
 
-def weights_kept_elsewhere() -> tuple[list[str], list[bool]]:
-    texts, are_same = [], []
+@on_ranks(2)
+def test_weights_that_are_kept_in_a_list_are_not_computed_with_untrained() -> None:
     for place in ("list", "dict", "attribute", "stack", "method"):
         model = built(KeepsWeights, place)
         plain = [param.detach().clone() for param in model.parameters()]
         kept = model.listed[0]
         shard_tower(model)
-        try:
-            model(random_batch(0, 4))
-        except RuntimeError as error:
-            texts.append(str(error))
+        text = refusal(model, random_batch(0, 4))
+        assert_says(text, "blocks.1.down.weight", "plain list, dict or attribute", "detach()")
         with torch.no_grad():
             model(random_batch(0, 4))
-            are_same.append(torch.equal(kept + 0, next(p for p in plain if torch.equal(p, kept))))
+            assert torch.equal(kept + 0, next(p for p in plain if torch.equal(p, kept)))
         model.zero_grad()
-        are_same.append(bool((kept.detach() * 2).isfinite().all()))
-    return texts, are_same
-
-
-def test_weights_that_are_kept_in_a_list_are_not_computed_with_untrained(world2: World) -> None:
-    for texts, are_same in world2.run(weights_kept_elsewhere):
-        assert len(texts) == 5
-        for text in texts:
-            assert_says(text, "blocks.1.down.weight", "plain list, dict or attribute", "detach()")
-        assert all(are_same)
+        assert (kept.detach() * 2).isfinite().all()
 
 
 # --- sums over replicas ----------------------------------------------------------------------------
 
 
-def cast_before_replicas_agree() -> dict[str, Tensor | None]:
+@on_ranks(4)
+def test_sums_that_wait_for_replicas_survive_a_change_of_dtype() -> None:
+    plain = built(uneven_tower)
+    for step in (0, 1):
+        mean_of_squares(plain, random_batch(step, 4, 7)).backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_tower(built(uneven_tower), mesh=mesh)
     model.set_requires_all_reduce(False)
@@ -132,16 +121,9 @@ def cast_before_replicas_agree() -> dict[str, Tensor | None]:
     model.float()
     model.set_requires_all_reduce(True)
     mean_of_squares(model, random_batch(1, 4, 7).float()).backward()
-    return {name: full(param.grad) for name, param in model.named_parameters()}
-
-
-def test_sums_that_wait_for_replicas_survive_a_change_of_dtype(world4: World) -> None:
-    plain = built(uneven_tower)
-    for step in (0, 1):
-        mean_of_squares(plain, random_batch(step, 4, 7)).backward()
-    for got in world4.run(cast_before_replicas_agree):
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(got[name], param.grad.float(), rtol=1e-5, atol=1e-6, msg=name)
+    got = {name: full(param.grad) for name, param in model.named_parameters()}
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(got[name], param.grad.float(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 # --- what parameters carry ------------------------------------------------------------------------
@@ -155,8 +137,6 @@ class Tagged(nn.Parameter):
 
 
 class UsesTagged(nn.Module):
-    """Its forward needs the class and an attribute of its weight."""
-
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.weight = Tagged(torch.randn(rows, WIDTH))
@@ -181,8 +161,6 @@ class Packed(nn.Parameter):
 
 
 class PackedLinear(nn.Module):
-    """A frozen packed weight and an adapter beside it."""
-
     def __init__(self, rows: int) -> None:
         super().__init__()
         packed = torch.randint(0, 256, (rows, WIDTH), dtype=torch.uint8)
@@ -218,7 +196,8 @@ def test_forward_sees_the_subclass_and_what_it_carries(
     side.note("bytes", model.blocks[0].weight)
 
 
-def packed_under_mixed_precision() -> list[str]:
+@on_ranks(2)
+def test_packed_bytes_are_not_cast_under_mixed_precision() -> None:
     model = built(Chain, partial(PackedLinear, 5)).float()
     before = model.blocks[0].weight.detach().clone()
     shard_tower(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -228,11 +207,7 @@ def packed_under_mixed_precision() -> list[str]:
     )
     mean_of_squares(model, random_batch(0, 4, dtype=torch.float32)).backward()
     assert torch.equal(full(model.blocks[0].weight), before)
-    return seen
-
-
-def test_packed_bytes_are_not_cast_under_mixed_precision(world2: World) -> None:
-    assert world2.run(packed_under_mixed_precision) == [["torch.uint8 torch.bfloat16 torch.bfloat16"]] * 2
+    assert seen == ["torch.uint8 torch.bfloat16 torch.bfloat16"]
 
 
 # --- resharding to fewer ranks --------------------------------------------------------------------
@@ -395,7 +370,8 @@ def test_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Config
     assert_played_alike(world, parameter_unused_on_some, configure, how)
 
 
-def zeros_for_what_is_unused() -> list[Any]:
+@on_ranks(2)
+def test_what_no_rank_uses_gets_zeros_only_on_request() -> None:
     model = shard_tower(built(Chain, PartlyUsed))
     seen = []
     for enabled in (True, False):
@@ -404,11 +380,7 @@ def zeros_for_what_is_unused() -> list[Any]:
         mean_of_squares(model, random_batch(0, 4)).backward()
         grad = model.blocks[0].extra.grad
         seen.append(None if grad is None else full(grad).abs().max().item())  # type: ignore[union-attr]
-    return seen
-
-
-def test_what_no_rank_uses_gets_zeros_only_on_request(world2: World) -> None:
-    assert world2.run(zeros_for_what_is_unused) == [[0.0, None]] * 2
+    assert seen == [0.0, None]
 
 
 def one_block_for_each(model: nn.Module, rank: int, step: int) -> None:
@@ -569,39 +541,24 @@ def test_weights_tied_across_groups_are_one_parameter_with_one_gradient(
         side.note(f"state of {name}", value)
 
 
-class TiedBlocks(nn.Module):
-    """Weights shared between blocks, and between a block and a layer that is sharded inside another."""
-
+class TiedBlocks(Chain):
     def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList([block(), block(), block()])
+        super().__init__(block, block, block)
         first, second, third = self.blocks
         second.up.weight = first.up.weight
         third.down.weight, third.norm.bias = first.down.weight, second.norm.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for each in self.blocks:
-            x = each(x)
-        return self.outlet(x)
 
-
-class TiedStages(nn.Module):
+class TiedStages(Chain):
     """The lowest common group of the tie is a stage, not the root."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList([nn.Sequential(block(), block()), nn.Sequential(block(), block())])
+        super().__init__(*[lambda: nn.Sequential(block(), block())] * 2)
         for stage in self.blocks:
             stage[1].up.weight = stage[0].up.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for stage in self.blocks:
-            x = checkpoint(stage, x, use_reentrant=False)  # type: ignore[assignment]
-        return self.outlet(x)
+    def between(self, stage: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(stage, x, use_reentrant=False)  # type: ignore[return-value]
 
 
 @same_as_plain()
@@ -678,8 +635,9 @@ def on_the_last_dimension(param: nn.Parameter) -> Shard | None:
     return Shard(param.ndim - 1) if param.ndim else None
 
 
-def strides_seen(place: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of the full parameters in forward, beside those of the plain ones."""
+@pytest.mark.parametrize("place", [None, on_the_last_dimension])
+@on_ranks(2)
+def test_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(place: Any) -> None:
     model, plain = built(odd_model), built(odd_model)
     shard_tower(model, shard_placement_fn=place)
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -691,35 +649,13 @@ def strides_seen(place: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     )
     with torch.no_grad():
         torch.testing.assert_close(model(random_batch(0, 4)), plain(random_batch(0, 4)), rtol=0, atol=1e-12)
-    return seen
-
-
-@pytest.mark.parametrize("place", [None, on_the_last_dimension])
-def test_forward_sees_the_memory_format_it_was_given_or_a_contiguous_one(world2: World, place: Any) -> None:
-    for pairs in world2.run(strides_seen, place):
-        assert pairs
-        for mine, theirs in pairs:
-            dense = sorted(mine, reverse=True) == list(mine)
-            assert mine == theirs or dense, f"strides {mine} where {theirs} were given"
+    assert seen
+    for mine, theirs in seen:
+        dense = sorted(mine, reverse=True) == list(mine)
+        assert mine == theirs or dense, f"strides {mine} where {theirs} were given"
 
 
 # --- full states ----------------------------------------------------------------------------------
-
-
-def load_plain_state(how: str) -> dict[str, Tensor]:
-    """The weights after loading a full state dict of another seed, and the buffers."""
-    model = built(odd_model)
-    place = on_the_last_dimension if how == "last dimension" else None
-    shard_tower(model, shard_placement_fn=place)
-    if how == "after a step":
-        mean_of_squares(model, random_batch(0, 4)).backward()
-        model.zero_grad()
-    state = plain_state()
-    if how == "some":
-        state = {name: value for name, value in state.items() if "blocks.1." in name}
-    model.load_state_dict(state, strict=how != "some")
-    model(random_batch(1, 4))
-    return {name: full(value) for name, value in model.state_dict().items()}  # type: ignore[misc]
 
 
 def plain_state() -> dict[str, Tensor]:
@@ -732,13 +668,26 @@ def plain_state() -> dict[str, Tensor]:
     [(1, "all"), (2, "some"), (3, "after a step"), (2, "last dimension")],
     indirect=["world"],
 )
-def test_a_plain_full_state_dict_is_loaded(world: World, how: str) -> None:
+@on_ranks()
+def test_a_plain_full_state_dict_is_loaded(how: str) -> None:
+    """The weights after loading a full state dict of another seed, and the buffers."""
     given, before = plain_state(), built(odd_model).state_dict()
-    for got in world.run(load_plain_state, how):
-        assert got.keys() == before.keys()
-        for name, value in got.items():
-            expected = before[name] if how == "some" and "blocks.1." not in name else given[name]
-            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
+    model = built(odd_model)
+    place = on_the_last_dimension if how == "last dimension" else None
+    shard_tower(model, shard_placement_fn=place)
+    if how == "after a step":
+        mean_of_squares(model, random_batch(0, 4)).backward()
+        model.zero_grad()
+    state = plain_state()
+    if how == "some":
+        state = {name: value for name, value in state.items() if "blocks.1." in name}
+    model.load_state_dict(state, strict=how != "some")
+    model(random_batch(1, 4))
+    got = {name: full(value) for name, value in model.state_dict().items()}  # type: ignore[misc]
+    assert got.keys() == before.keys()
+    for name, value in got.items():
+        expected = before[name] if how == "some" and "blocks.1." not in name else given[name]
+        torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
 
 
 # --- functional_call ------------------------------------------------------------------------------
@@ -800,7 +749,6 @@ def test_functional_call_uses_what_it_is_given_or_refuses(world: World, kind: st
     ("world", "kind", "offloads"), [(1, 2.0, False), (2, 1.0, True), (3, 3.0, False)], indirect=["world"]
 )
 def test_torchs_clipping_sees_the_norm_over_all_ranks(side: Side, kind: float, offloads: bool) -> None:
-    """On one mesh, torch's clipping sees the whole norm."""
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
     model = side.shard_tower(built(uneven_tower), **options)
     optimizer = adamw(model)
@@ -840,27 +788,15 @@ def test_norms_of_sharded_and_plain_gradients_can_be_put_together(side: Side) ->
 # --- calls past forward ---------------------------------------------------------------------------
 
 
-class Generating(nn.Module):
-    """Has ways in besides forward."""
-
+class Generating(Chain):
     def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList([Block(WIDTH, 13), Holds()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for each in self.blocks:
-            x = each(x)
-        return self.outlet(x)
+        super().__init__(block, Holds)
 
     def generate(self, x: Tensor) -> Tensor:
         return self.outlet(torch.tanh(self.inlet(x)))
 
 
 class Holds(nn.Module):
-    """Uses a weight that no layer wraps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -879,28 +815,25 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 }
 
 
-def called_outside(used_before: bool) -> tuple[dict[str, str], dict[str, Tensor | None]]:
+@pytest.mark.parametrize(("world", "used_before"), [(1, True), (2, False), (2, True)], indirect=["world"])
+@on_ranks()
+def test_a_call_past_forward_says_which_parameter_and_what_to_call(used_before: bool) -> None:
     """What each of the ways is told, and the gradients of a step after all of them."""
+    plain = built(Generating)
+    mean_of_squares(plain, random_batch(1, 4)).backward()
     model = shard_tower(built(Generating))
     if used_before:
         mean_of_squares(model, random_batch(5, 4)).backward()
         model.zero_grad()
     texts = {way: refusal(call, model, random_batch(0, 4)) for way, (call, _) in WAYS.items()}
     mean_of_squares(model, random_batch(1, 4)).backward()
-    return texts, {name: full(param.grad) for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("world", "used_before"), [(1, True), (2, False), (2, True)], indirect=["world"])
-def test_a_call_past_forward_says_which_parameter_and_what_to_call(world: World, used_before: bool) -> None:
-    plain = built(Generating)
-    mean_of_squares(plain, random_batch(1, 4)).backward()
-    for texts, after in world.run(called_outside, used_before):
-        for way, (_, words) in WAYS.items():
-            assert_says(texts[way], *words)
-            assert "unshard()" in texts[way] or "register_fsdp_forward_method" in texts[way], texts[way]
-            assert "aten." not in texts[way], texts[way]
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
+    after = {name: full(param.grad) for name, param in model.named_parameters()}
+    for way, (_, words) in WAYS.items():
+        assert_says(texts[way], *words)
+        assert "unshard()" in texts[way] or "register_fsdp_forward_method" in texts[way], texts[way]
+        assert "aten." not in texts[way], texts[way]
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(after[name], param.grad, rtol=0, atol=1e-10, msg=f"{name} afterwards")
 
 
 @same_as_plain(2)

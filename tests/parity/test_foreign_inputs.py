@@ -1,6 +1,6 @@
 """What other code hands in: its classes, wrappers, policies, meshes, and the loops that run a model.
 
-Scripts run plainly and sharded (scenario.py). Numbers in low precision come from the same casts written by
+Numbers in low precision come from the same casts written by
 hand; there every rank works on the whole batch, so that the mean over ranks is exact.
 """
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from custom_comms import Comms
 from dynamo import quiet_dynamo
-from failure_models import Tied, block
-from harness import World
+from failure_models import Chain, Tied, block
 from models import WIDTH, Block, built, even_tower, odd_model, random_batch, shard_tower, uneven_tower
+from on_ranks import on_ranks
 from reference import LocalAdamW, adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
@@ -116,21 +116,6 @@ def scripted_names() -> nn.Module:
     return made
 
 
-class Model(nn.Module):
-    """Blocks of whatever kind between two layers."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for each in self.blocks:
-            x = each(x)
-        return self.outlet(x)
-
-
 def innermost(module: nn.Module) -> nn.Module:
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         if name in module._modules:
@@ -160,7 +145,7 @@ def test_blocks_of_any_make_are_sharded_and_trained(
     """order: what is given to fully_shard, and when the block is made what it is."""
     with warnings.catch_warnings():
         quiet_dynamo()
-        model = built(Model, make)
+        model = built(Chain, make, make)
         if order == "inside":  # the module inside the wrapper
             inner = [innermost(each) for each in model.blocks]
             side.shard(*inner, model)
@@ -263,8 +248,6 @@ class Filled(nn.Linear):
 
 
 class Scaled(nn.Module):
-    """A block with a buffer, which no state dict brings."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = Filled(WIDTH, 13), Filled(13, WIDTH)
@@ -279,19 +262,15 @@ class Scaled(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * self.scale.sum() * self.seen
 
 
-class LateModel(nn.Module):
+class LateModel(Chain):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Scaled, Scaled)
         self.inlet, self.outlet = Filled(WIDTH, WIDTH), Filled(WIDTH, 1)
-        self.blocks = nn.ModuleList([Scaled(), Scaled()])
         self.tied = Filled(WIDTH, WIDTH)
         self.tied.weight = self.inlet.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tied(self.inlet(x))
-        for each in self.blocks:
-            x = each(x)
-        return self.outlet(x)
+        return super().forward(self.tied(x))
 
 
 def late_model(side: Side) -> nn.Module:
@@ -472,7 +451,6 @@ def side_step(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 @same_as_plain(2)
 def test_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
-    """An EMA copy: never trained, always evaluated."""
     model = side.shard_tower(built(uneven_tower))
     average = copy.deepcopy(model).requires_grad_(False).eval()
     optimizer = adamw(model)
@@ -488,7 +466,6 @@ def test_an_average_of_the_weights_lives_in_a_copy(side: Side) -> None:
 
 @same_as_plain(2)
 def test_torchs_own_average_of_the_weights_works(side: Side) -> None:
-    """torch.optim.swa_utils makes its copy by itself."""
     model = side.shard_tower(built(uneven_tower))
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = adamw(model)
@@ -532,8 +509,8 @@ def test_a_part_may_be_copied_alone(side: Side, on: str) -> None:
     side.note_gradients(model)
 
 
-def settings_of_a_copy() -> float:
-    """What was set on the original holds for the copy, and is changed there alone."""
+@on_ranks(2)
+def test_settings_are_copied_and_then_independent() -> None:
     model = built(even_tower)
     shard_tower(model)
     model.set_gradient_divide_factor(1.0)
@@ -546,11 +523,7 @@ def settings_of_a_copy() -> float:
     ratio = full(other.outlet.bias.grad) / plain.outlet.bias.grad
     with pytest.raises(RuntimeError, match="wait to be reduced"):
         full(model.outlet.bias.grad)
-    return round(ratio.item(), 9)
-
-
-def test_settings_are_copied_and_then_independent(world2: World) -> None:
-    assert world2.run(settings_of_a_copy) == [2.0] * 2
+    assert round(ratio.item(), 9) == 2.0
 
 
 # --- containers -----------------------------------------------------------------------------------
@@ -561,14 +534,11 @@ def nested_sequential() -> nn.Module:
 
 
 def shared_sequential() -> nn.Module:
-    """One block in two places."""
     shared = block()
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(8, 1))
 
 
 class Routed(nn.Module):
-    """Lists and dicts of blocks, run in an order of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({"b": block(), "a": block()})
@@ -694,11 +664,13 @@ def cut(model: Any) -> Any:
     return model
 
 
-def stays_a_module_of_ours() -> list[bool]:
-    model = built(Model, wrapped_for_checkpointing)
+@on_ranks(1)
+def test_the_wrapper_is_what_is_sharded() -> None:
+    model = built(Chain, *[wrapped_for_checkpointing] * 2)
     shard_tower(model)
-    return [isinstance(each, FSDPModule) for each in (model, *model.blocks, innermost(model.blocks[0]))]
-
-
-def test_the_wrapper_is_what_is_sharded(world1: World) -> None:
-    assert world1.run(stays_a_module_of_ours) == [[True, True, True, False]]
+    assert [isinstance(each, FSDPModule) for each in (model, *model.blocks, innermost(model.blocks[0]))] == [
+        True,
+        True,
+        True,
+        False,
+    ]

@@ -22,15 +22,8 @@ from models import (
     uneven_tower,
 )
 from models import language_model as text_model
-from reference import (
-    Recipe,
-    adamw,
-    assert_same_record,
-    full,
-    mean_of_squares,
-    plain_run,
-    shard,
-)
+from on_ranks import on_ranks
+from reference import Recipe, adamw, assert_same_record, full, mean_of_squares, plain_run, shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -60,10 +53,6 @@ def hybrid(layout: Layout, recipe: Recipe, **options: Any) -> nn.Module:
 # --- training -------------------------------------------------------------------------------------
 
 
-def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
-    return train_on(layout, hybrid(layout, recipe, **options), recipe)
-
-
 @pytest.mark.parametrize(
     ("world", "layout", "recipe", "reshard"),
     [
@@ -77,19 +66,17 @@ def hybrid_run(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> Any:
     ],
     indirect=["world"],
 )
-def test_hybrid_training_equals_plain_training(
-    world: World, layout: Layout, recipe: Recipe, reshard: bool | None
-) -> None:
+@on_ranks()
+def test_hybrid_training_equals_plain_training(layout: Layout, recipe: Recipe, reshard: bool | None) -> None:
     expected = plain_run(recipe)
-    for record in world.run(hybrid_run, layout, recipe, {"reshard_after_forward": reshard}):
-        assert_same_record(record, expected)
+    options = {"reshard_after_forward": reshard}
+    assert_same_record(train_on(layout, hybrid(layout, recipe, **options), recipe), expected)
 
 
 # --- what the caller sees -------------------------------------------------------------------------
 
 
 def shown(layout: Layout, recipe: Recipe) -> dict[str, Any]:
-    """Placements and this rank's shards, after a step."""
     model = hybrid(layout, recipe)
     optimizer = adamw(model)
     mean_of_squares(model, part(recipe.batch(0, 12), *layout.seat())).backward()
@@ -154,7 +141,6 @@ def announce(model: nn.Module, what: tuple[bool, bool]) -> None:
 def accumulated(
     layout: Layout | None, patterns: list[list[tuple[bool, bool]]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """A step of each pattern, one after the other."""
     model = UNEVEN.model() if layout is None else hybrid(layout, UNEVEN, **options)
     optimizer = adamw(model)
     notes: dict[str, Any] = {}
@@ -184,8 +170,6 @@ def test_microbatches_add_up_however_they_are_deferred(
 
 
 class Heads(nn.Module):
-    """Both matrices are in one group; a step may use either, or both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -284,7 +268,6 @@ FACTORS = [1.0, 3.0, 4.0]
 
 
 def divided(layout: Layout | None) -> dict[float, dict[str, Any]]:
-    """Gradients by each factor, without and with sums that wait."""
     model = UNEVEN.model() if layout is None else hybrid(layout, UNEVEN)
     found: dict[float, dict[str, Any]] = {}
     for factor in FACTORS:
@@ -327,8 +310,10 @@ class Gain(nn.Module):
         return x * self.gain
 
 
-def reduced_in_float32(by_rank: list[float]) -> list[Tensor]:
-    """The gradient of each pattern."""
+@on_ranks(4)
+def test_bfloat16_gradients_are_reduced_and_deferred_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256: any sum in it over ranks or microbatches would show."""
+    by_rank = [256.0, 1.0, 3.0, 1.0]
     rank, _ = SQUARE.seat()
     policy = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shardwise.fully_shard(Gain(), mesh=SQUARE.mesh(), mp_policy=policy)
@@ -340,14 +325,8 @@ def reduced_in_float32(by_rank: list[float]) -> list[Tensor]:
             model(torch.full((6,), by_rank[rank])).sum().backward()
         assert model.gain.grad.dtype == torch.float32
         found.append(whole(model.gain.grad))
-    return found
-
-
-def test_bfloat16_gradients_are_reduced_and_deferred_in_float32(world4: World) -> None:
-    """In bfloat16, 256 + 1 is 256: any sum in it over ranks or microbatches would show."""
-    for found in world4.run(reduced_in_float32, [256.0, 1.0, 3.0, 1.0]):
-        for gradient, pattern in zip(found, PATTERNS.values(), strict=True):
-            assert torch.equal(gradient, torch.full((6,), len(pattern) * 261 / 4))
+    for gradient, pattern in zip(found, PATTERNS.values(), strict=True):
+        assert torch.equal(gradient, torch.full((6,), len(pattern) * 261 / 4))
 
 
 # --- dimensions by name ---------------------------------------------------------------------------
@@ -381,7 +360,6 @@ def by_name(layout: Layout, dims: dict[str, Any], **options: Any) -> dict[str, A
 
 
 def named_run(layout: Layout | None, dims: dict[str, Any], placements: Any, shards: int) -> dict[str, Any]:
-    """Steps whose gradients are deferred in both ways."""
     model = UNEVEN.model()
     if layout is not None:
         shard(model, UNEVEN.but(options=by_name(layout, dims)))

@@ -9,6 +9,7 @@ import torch
 from harness import World
 from meshed import refusal
 from models import built, even_tower, random_batch
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,18 +80,14 @@ def averaged(model: nn.Module) -> list[Tensor]:
     return [*map(whole, average)]
 
 
-def done_on_shards(what: Callable[[nn.Module], list[Tensor]]) -> list[Tensor]:
-    return what(tower(sharded=True))
-
-
 @pytest.mark.parametrize("what", [penalty, copied, copied_while_unsharded, multiplied, averaged])
+@on_ranks(2)
 def test_what_the_documents_say_does_what_it_does_without_shards(
-    world2: World, what: Callable[[nn.Module], list[Tensor]]
+    what: Callable[[nn.Module], list[Tensor]],
 ) -> None:
     want = what(tower(sharded=False))
-    for got in world2.run(done_on_shards, what):
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    for one, other in zip(what(tower(sharded=True)), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 # --- and how it fails otherwise -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch.distributed.fsdp as peer
 from events import observe
 from harness import World
 from models import Tower, built, random_batch
+from on_ranks import on_ranks
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +97,6 @@ def required(names: list[str]) -> list[str]:
 
 
 def found(library: Any, dotted: str) -> Any:
-    """The thing of this name in a library; its absence is a failure that names it."""
     thing = library
     for part in dotted.split("."):
         assert hasattr(thing, part), f"{library.__name__} has no {dotted}"
@@ -182,7 +182,6 @@ def test_what_is_left_out_is_there_to_be_left_out() -> None:
 
 
 def train_plainly(library: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps of AdamW, as one finds them in a tutorial."""
     fsdp = importlib.import_module(library)
     model = built(Tower, seed=0)
     for block in model.blocks:
@@ -280,20 +279,16 @@ def test_every_rank_holds_the_same_rows_with_either_import(world3: World) -> Non
     assert world3.run(rows_of_every_rank, OURS) == world3.run(rows_of_every_rank, PEERS)
 
 
-def checkpoint_crosses_over(saver: str, loader: str) -> bool:
-    """A sharded state dict of one library is loaded into a model of the other."""
+@pytest.mark.parametrize(("saver", "loader"), [(OURS, PEERS), (PEERS, OURS)], ids=["to-peer", "from-peer"])
+@on_ranks(2)
+def test_a_sharded_state_dict_crosses_over(saver: str, loader: str) -> None:
     states = []
     for seed, library in ((0, saver), (1, loader)):
         torch.manual_seed(seed)
         model = importlib.import_module(library).fully_shard(Tower().double())
         states.append(model.state_dict())
     model.load_state_dict(states[0])
-    return all(torch.equal(full(model.state_dict()[name]), full(value)) for name, value in states[0].items())
-
-
-@pytest.mark.parametrize(("saver", "loader"), [(OURS, PEERS), (PEERS, OURS)], ids=["to-peer", "from-peer"])
-def test_a_sharded_state_dict_crosses_over(world2: World, saver: str, loader: str) -> None:
-    assert world2.run(checkpoint_crosses_over, saver, loader) == [True, True]
+    assert all(torch.equal(full(model.state_dict()[name]), full(value)) for name, value in states[0].items())
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
@@ -302,30 +297,22 @@ def test_the_version_is_that_of_the_distribution() -> None:
         assert importlib.metadata.version("shardwise") == shardwise.__version__
 
 
-def names_of_the_root() -> dict[str, str]:
+@on_ranks(1)
+def test_the_root_has_one_name() -> None:
     model = shardwise.fully_shard(Tower())
     names: list[str] = []
     observe(model, lambda event, name: names.append(name))
     x = random_batch(0, 2, dtype=torch.float32)
     model(x).sum().backward()
-    try:
-        with shardwise.inference(model), torch.enable_grad():
-            model(x).sum().backward()
-    except RuntimeError as error:
-        message = str(error)
-    return {
+    with shardwise.inference(model), torch.enable_grad(), pytest.raises(RuntimeError) as refused:
+        model(x).sum().backward()
+    assert {
         "type": type(model).__name__,
         "print": str(model).partition("(")[0],
         "explain": shardwise.explain(model).splitlines()[2].split()[0],
         "events": ", ".join(dict.fromkeys(names)),
-        "error": message.partition(":")[0],
-    }
-
-
-def test_the_root_has_one_name(world1: World) -> None:
-    assert world1.run(names_of_the_root) == [
-        {"type": "Tower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
-    ]
+        "error": str(refused.value).partition(":")[0],
+    } == {"type": "Tower", "print": "FSDPTower", "explain": "Tower", "events": "Tower", "error": "Tower"}
 
 
 @pytest.mark.skipif(not hasattr(peer, "DataParallelMeshDims"), reason="the peer has them from 2.12 on")

@@ -13,17 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparing import assert_all_same, assert_as_plain
+from failure_models import Chain
 from harness import World
-from meshed import (
-    Layout,
-    gradients_of,
-    layout_inputs,
-    parameters_of,
-    part,
-    tensors_of,
-    train_on,
-    whole,
-)
+from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, tensors_of, train_on, whole
 from models import (
     WIDTH,
     Block,
@@ -38,16 +30,8 @@ from models import (
     uneven_batch,
     uneven_tower,
 )
-from reference import (
-    LocalAdamW,
-    Recipe,
-    adamw,
-    assert_same_record,
-    full,
-    mean_of_squares,
-    plain_run,
-    shard,
-)
+from on_ranks import on_ranks
+from reference import LocalAdamW, Recipe, adamw, assert_same_record, full, mean_of_squares, plain_run, shard
 from scenario import Side
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,14 +94,6 @@ def smallest(param: nn.Parameter) -> Shard | None:
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
-def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None) -> Any:
-    options = {"mesh": layout.mesh(), "shard_placement_fn": place, "reshard_after_forward": reshard}
-    model = shard(recipe.model(), recipe.but(options=options))
-    record = train_on(layout, model, recipe)
-    Side(is_sharded=True).assert_settled(model)
-    return record
-
-
 @pytest.mark.parametrize(
     ("world", "layout", "recipe", "place", "reshard"),
     [
@@ -132,12 +108,16 @@ def placed_run(layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool
     ],
     indirect=["world"],
 )
+@on_ranks()
 def test_any_number_of_ranks_and_hybrids_may_shard_parameters_on_any_dimension(
-    world: World, layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None
+    layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None
 ) -> None:
     expected = plain_run(recipe)
-    for record in world.run(placed_run, layout, recipe, place, reshard):
-        assert_same_record(record, expected)
+    options = {"mesh": layout.mesh(), "shard_placement_fn": place, "reshard_after_forward": reshard}
+    model = shard(recipe.model(), recipe.but(options=options))
+    record = train_on(layout, model, recipe)
+    Side(is_sharded=True).assert_settled(model)
+    assert_same_record(record, expected)
 
 
 def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
@@ -205,24 +185,13 @@ class MixtureBlock(nn.Module):
         return x + torch.cat([expert(p) for expert, p in zip(self.experts, parts, strict=True)])
 
 
-class Mixture(nn.Module):
+class Mixture(Chain):
     def __init__(self, hidden: int = 16) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(MixtureBlock(hidden) for _ in range(2))
-        self.outlet = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
+        super().__init__(*[lambda: MixtureBlock(hidden)] * 2)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How a mixture is trained."""
-
     hidden: int = 16
     frozen: str = ""  # names that contain it
     result: str = "ours"  # how the mesh is named: a DeviceMesh, or what torch's own function returns
@@ -270,30 +239,10 @@ def mixture(experts: Experts, only: int | None) -> Mixture:
 
 
 def whole_names(model: nn.Module, only: int) -> dict[str, nn.Parameter]:
-    """Parameters by the names they have in the whole model."""
     params = dict(model.named_parameters())
     if any("experts.1." in name for name in params):
         return params
     return {name.replace("experts.0.", f"experts.{only}."): param for name, param in params.items()}
-
-
-def trained_experts(experts: Experts) -> dict[str, Any]:
-    """One expert per half of the ranks, sharded within the half; the rest over all ranks."""
-    only, _ = EXPERT_MESH.mesh().get_coordinate() or (0, 0)
-    model = mixture(experts, only)
-    ids = {id(p) for name, p in model.named_parameters() if ".experts." in name}
-    dense = EXPERT_MESH.mesh() if experts.hybrid else LINE.mesh()
-    options: dict[str, Any] = {
-        "mesh": dense,
-        "shard_placement_fn": partial(where_experts_go, ids=ids, experts=experts),
-        **experts.options,
-    }
-    shard_tower(model, **options)
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense
-        assert param.device_mesh == expected, name
-    return steps_of_experts(experts, model, whole_names(model, only), *EXPERT_MESH.seat())
 
 
 def plain_experts(experts: Experts) -> dict[str, Any]:
@@ -348,12 +297,28 @@ MIXTURES = {
         for name, each in MIXTURES.items()
     ],
 )
-def test_experts_lie_on_another_mesh_than_the_rest(world4: World, experts: Experts) -> None:
-    expected = plain_experts(experts)
-    for rank, found in enumerate(world4.run(trained_experts, experts)):
-        mine = f"experts.{rank // 2}."
-        want = {name: v for name, v in expected.items() if ".experts." not in name or mine in name}
-        assert_all_same([found], want)
+@on_ranks(4)
+def test_experts_lie_on_another_mesh_than_the_rest(experts: Experts) -> None:
+    """One expert per half of the ranks, sharded within the half; the rest over all ranks."""
+    plain = plain_experts(experts)
+    only, _ = EXPERT_MESH.mesh().get_coordinate() or (0, 0)
+    model = mixture(experts, only)
+    ids = {id(p) for name, p in model.named_parameters() if ".experts." in name}
+    dense = EXPERT_MESH.mesh() if experts.hybrid else LINE.mesh()
+    options: dict[str, Any] = {
+        "mesh": dense,
+        "shard_placement_fn": partial(where_experts_go, ids=ids, experts=experts),
+        **experts.options,
+    }
+    shard_tower(model, **options)
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense
+        assert param.device_mesh == expected, name
+    found = steps_of_experts(experts, model, whole_names(model, only), *EXPERT_MESH.seat())
+    mine = f"experts.{dist.get_rank() // 2}."
+    want = {name: v for name, v in plain.items() if ".experts." not in name or mine in name}
+    assert_all_same([found], want)
 
 
 # --- on how many ranks after forward --------------------------------------------------------------
@@ -410,24 +375,13 @@ def test_between_forward_and_backward_the_shards_are_shown_and_right(
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
-    """A tower whose blocks may be recomputed in backward."""
-
+class Checkpointed(Chain):
     def __init__(self, reentrant: bool | None, hidden: int) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, hidden) for _ in range(3))
-        self.outlet = nn.Linear(WIDTH, 1)
+        super().__init__(*[lambda: Block(WIDTH, hidden)] * 3)
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.outlet(x)
+    def between(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -451,8 +405,6 @@ class Feature:
 
 @dataclass(frozen=True)
 class Habit:
-    """What a training loop does beside."""
-
     hidden: int = 13
     reentrant: bool | None = None  # None: no checkpointing
     microbatches: int = 1
@@ -520,17 +472,14 @@ def test_placements_go_with_habits(world: World, feature: Feature, habit: Habit)
 # --- offloading -----------------------------------------------------------------------------------
 
 
-def offload_run(recipe: Recipe, pins: bool) -> Any:
-    return line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
-
-
 @pytest.mark.parametrize(
     ("world", "recipe", "pins"),
     [(1, ODD, True), (2, TEXT, False), (3, UNEVEN, True)],
     indirect=["world"],
     ids=["odd", "text", "uneven"],
 )
-def test_offloading_changes_no_number(world: World, recipe: Recipe, pins: bool) -> None:
+@on_ranks()
+def test_offloading_changes_no_number(recipe: Recipe, pins: bool) -> None:
     expected = plain_run(recipe)
-    for record in world.run(offload_run, recipe, pins):
-        assert_same_record(record, expected)
+    record = line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
+    assert_same_record(record, expected)

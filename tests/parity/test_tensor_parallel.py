@@ -14,16 +14,14 @@ from comparing import assert_as_plain
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, seat, whole
 from models import built, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import LocalAdamW, full
 from tensor_parallel import SIZES, Mlp, Run, Stack, loss_of, made, split_everything
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwise
 from shardwise import fully_shard, load_full_state_dict
@@ -161,21 +159,16 @@ def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple
         assert numel == copies * value.numel(), f"{name}: the ranks hold {numel} numbers"
 
 
-def columns_shown() -> list[dict[str, Any]]:
-    return [shown(USUAL, Run(dim=dim)) for dim in (1, -1)]
-
-
-def test_another_dimension_than_tensor_parallel_may_be_sharded(world4: World) -> None:
-    for each in world4.run(columns_shown):
-        for found in each:
-            assert found["blocks.0.mlp.up.weight"][1] == (1, 0)
-            assert found["blocks.0.mlp.down.weight"][1] == (1, 1)
-            assert found["blocks.0.mlp.up.bias"][1] == (0, 0)
-            assert found["inlet.weight"][1] == (1,)
+@on_ranks(4)
+def test_another_dimension_than_tensor_parallel_may_be_sharded() -> None:
+    for found in [shown(USUAL, Run(dim=dim)) for dim in (1, -1)]:
+        assert found["blocks.0.mlp.up.weight"][1] == (1, 0)
+        assert found["blocks.0.mlp.down.weight"][1] == (1, 1)
+        assert found["blocks.0.mlp.up.bias"][1] == (0, 0)
+        assert found["inlet.weight"][1] == (1,)
 
 
 def states(layout: Layout | None, run: Run) -> dict[str, Any]:
-    """Full values before anything ran, and after a step; also of the optimizer."""
     model = made(layout, run)
     before = {name: full(value) for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -232,7 +225,8 @@ def test_full_values_are_loaded_into_uneven_rows(world4: World) -> None:
     assert found["torch"] == found["the peer, torch"]
 
 
-def full_parameters_in_forward() -> dict[str, Any]:
+@on_ranks(4)
+def test_modules_see_the_parameters_that_tensor_parallelism_made() -> None:
     """What the modules see while they run, and what they show between the passes."""
     model = made(USUAL, Run())
     seen: dict[str, Any] = {}
@@ -249,18 +243,14 @@ def full_parameters_in_forward() -> dict[str, Any]:
         model.get_submodule(name).register_forward_pre_hook(partial(look, name=name))
     model(layout_inputs(USUAL, 0))
     shards = [model.get_submodule(name).weight.device_mesh.mesh_dim_names for name in names]
-    return {**seen, "between": shards}
-
-
-def test_modules_see_the_parameters_that_tensor_parallelism_made(world4: World) -> None:
-    for seen in world4.run(full_parameters_in_forward):
-        assert seen == {
-            "inlet": ("Tensor", torch.Size([8, 8])),
-            "blocks.0.norm": ("Tensor", torch.Size([8])),
-            "blocks.0.mlp.up": (("tp",), (Shard(0),), torch.Size([16, 8])),
-            "blocks.0.mlp.down": (("tp",), (Shard(1),), torch.Size([8, 16])),
-            "between": [("dp",), ("dp",), BOTH, BOTH],
-        }
+    found = {**seen, "between": shards}
+    assert found == {
+        "inlet": ("Tensor", torch.Size([8, 8])),
+        "blocks.0.norm": ("Tensor", torch.Size([8])),
+        "blocks.0.mlp.up": (("tp",), (Shard(0),), torch.Size([16, 8])),
+        "blocks.0.mlp.down": (("tp",), (Shard(1),), torch.Size([8, 16])),
+        "between": [("dp",), ("dp",), BOTH, BOTH],
+    }
 
 
 # --- a mesh that holds everything -----------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from harness import World
 from models import LanguageModel, Tower
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -260,7 +260,9 @@ def peaks_of(model: nn.Module) -> list[int]:
     return [row.peak.num_bytes for row in found.rows]
 
 
-def estimated_in_a_job() -> list[Any]:
+@on_ranks(2)
+def test_a_job_that_runs_goes_on() -> None:
+    alone = peaks_of(Tower(width=64))
     model = Tower(width=64)
     before = what_there_is(model)
     peaks = peaks_of(model)
@@ -268,19 +270,11 @@ def estimated_in_a_job() -> list[Any]:
     total = torch.ones(3)
     dist.all_reduce(total)
     shardwise.shard_model(model, strategy="zero3")(torch.ones(2, 64)).sum().backward()
-    return [peaks, total.tolist()]
+    assert [peaks, total.tolist()] == [alone, [2.0] * 3]
 
 
-def test_a_job_that_runs_goes_on(world2: World) -> None:
-    alone = peaks_of(Tower(width=64))
-    assert world2.run(estimated_in_a_job) == [[alone, [2.0] * 3]] * 2
-
-
-def test_other_threads_see_their_own_process_groups(world2: World) -> None:
-    assert world2.run(sizes_seen_by_threads) == [[7, 2, 2]] * 2
-
-
-def sizes_seen_by_threads() -> list[int]:
+@on_ranks(2)
+def test_other_threads_see_their_own_process_groups() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from shardwise.dry_run.fake_world import fake_world
@@ -288,7 +282,7 @@ def sizes_seen_by_threads() -> list[int]:
     with ThreadPoolExecutor(1) as pool:
         with fake_world({"shard": 7}, lambda *_: None):
             sizes = [dist.get_world_size(), pool.submit(dist.get_world_size).result()]
-        return [*sizes, dist.get_world_size()]
+        assert [*sizes, dist.get_world_size()] == [7, 2, 2]
 
 
 def full_values(mesh: Any) -> dict[str, torch.Tensor]:
@@ -297,8 +291,12 @@ def full_values(mesh: Any) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-def full_values_beside_a_dry_run(first: str) -> list[dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("first", ["job", "dry run"])
+@on_ranks(2)
+def test_a_dry_run_and_a_job_may_have_equal_meshes(first: str) -> None:
     """On an equal mesh: DTensor takes it for the same."""
+    torch.manual_seed(0)
+    expected = nn.Linear(5, 3).state_dict()
     from shardwise.dry_run.fake_world import fake_world
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
@@ -307,17 +305,9 @@ def full_values_beside_a_dry_run(first: str) -> list[dict[str, torch.Tensor]]:
     with fake_world({"shard": 2}, lambda dimension, num_bytes, tensors: sent.append(num_bytes)) as own:
         full_values(own)
     assert len(sent) == 2, "all-gathers of the dry run went elsewhere"
-    return [*found, full_values(mesh)]
-
-
-@pytest.mark.parametrize("first", ["job", "dry run"])
-def test_a_dry_run_and_a_job_may_have_equal_meshes(world2: World, first: str) -> None:
-    torch.manual_seed(0)
-    expected = nn.Linear(5, 3).state_dict()
-    for found in world2.run(full_values_beside_a_dry_run, first):
-        for values in found:
-            assert values.keys() == expected.keys()
-            assert all(torch.equal(values[name], value) for name, value in expected.items())
+    for values in [*found, full_values(mesh)]:
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
 
 
 def test_names_of_process_groups_are_free_again() -> None:

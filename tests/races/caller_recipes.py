@@ -83,7 +83,6 @@ class ExpertTower(Tower):
 
 
 def experts(*shape: int, **options: Any) -> Any:
-    """Each expert is a group that some ranks do not use."""
     model = ExpertTower()
     given = {"mesh": mesh_of(*shape or (8,)), "comm_policy": DIRECT, **options}
     for block in model.blocks:
@@ -149,7 +148,6 @@ def hooked(hook: Any, *shape: int) -> Recipe:
 
 
 def by_hand(state: None, grad: Tensor, output: Tensor) -> None:
-    """A hook with buffers of its own."""
     scaled = grad / dist.get_world_size()
     dist.reduce_scatter_tensor(output, scaled) if not hasattr(dist, "reduce_scatter_single") else (
         dist.reduce_scatter_single(output, scaled)
@@ -213,10 +211,7 @@ scenario("offload, edits between passes", event_synchronize=7)(
 )
 
 
-@scenario(
-    "offload, edits after a backward that did not reach all",
-    event_synchronize=3,
-)
+@scenario("offload, edits after a backward that did not reach all", event_synchronize=3)
 def offload_with_frozen_blocks(simulation: Simulation) -> Step:
     """The gradient of the input goes through frozen blocks, which no reduction follows."""
     plain = Tower(WIDTH, 2 * WIDTH)

@@ -38,7 +38,6 @@ class Clocks:
         return known[lane]
 
     def snapshot(self, lane: Lane) -> Reached:
-        """What is over when all that `lane` was given is over: an event."""
         return dict(self._known[lane])
 
     def join(self, lane: Lane, reached: Reached) -> None:

@@ -40,8 +40,6 @@ class Launch:
 
 
 class Network:
-    """All process groups of one simulated rank."""
-
     def __init__(self, device: OrderedDevice, memory: Memory) -> None:
         self.device = device
         self._memory = memory
@@ -50,7 +48,6 @@ class Network:
         self._functional_lanes: dict[str, Lane] = {}
 
     def use(self, tensors: Sequence[Tensor], lane: Lane, *, is_write: bool, kind: str) -> None:
-        """`lane` uses `tensors` in a collective; the lane's time has come."""
         for tensor in tensors:
             if not isinstance(tensor, DeviceTensor) and DEVICE_TYPE != "cpu" and lane is not self.device.host:
                 raise RuntimeError(f"{kind}: a tensor of the host went to a process group of the device")
@@ -58,7 +55,6 @@ class Network:
             self._memory.access(tensor, owner, lane, is_write=is_write, operation=kind)
 
     def note(self, group: "SimulatedGroup", kind: str, tensors: Sequence[Tensor], lane: Lane) -> None:
-        """Write down that a collective is launched."""
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         members = tuple(dist.get_process_group_ranks(group))
         reached = self.device.clocks.snapshot(lane)
@@ -118,8 +114,6 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedGroup(PythonGroup):
-    """The process group of one rank of the simulation."""
-
     def __init__(self, rank: int, world: int, network: Network) -> None:
         super().__init__(rank, world, BACKEND)
         self._world, self._network = world, network

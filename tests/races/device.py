@@ -23,8 +23,6 @@ DEVICE = torch.device(DEVICE_TYPE, 0)
 
 
 class DeviceTensor(Tensor):
-    """A tensor on the device."""
-
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -64,7 +62,6 @@ unseen: Any = torch._C._DisableTorchDispatch
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """A tensor of the device over the memory of `tensor`, a plain one."""
     made: Any = torch.Tensor._make_subclass
     return made(DeviceTensor, tensor, False, dispatch_device=True, device_for_backend_keys=DEVICE)
 
@@ -95,8 +92,6 @@ class Site:
 
 
 class OrderedEvent(Event):
-    """An event that knows what was over."""
-
     def __init__(self, stream: "OrderedStream", reached: Reached) -> None:
         super().__init__(stream.name, stream.device.log)
         self._device: OrderedDevice = stream.device
@@ -160,8 +155,6 @@ class OrderedStream(Stream):
 
 
 class OrderedDevice(Device):
-    """The module of the device, and the host beside it, which launches all work and sometimes waits."""
-
     Event = OrderedEvent
 
     def __init__(self, on_block: Callable[[str, tuple[Line, ...]], None]) -> None:
@@ -192,12 +185,10 @@ class OrderedDevice(Device):
         return stream.lane
 
     def synchronize(self, device: Any = None) -> None:
-        """As ``torch.cuda.synchronize``."""
         for lane in self.clocks.lanes():
             self.clocks.wait(self.host, lane)
         self._on_block("synchronize", calling_lines())
 
     def block_host(self, why: str, reached: Reached) -> None:
-        """The host waits until `reached` is over."""
         self.clocks.join(self.host, reached)
         self._on_block(why, calling_lines())

@@ -41,7 +41,6 @@ def _is_view(operation: Any) -> bool:
 
 @cache
 def _written(operation: Any) -> frozenset[str]:
-    """Names of the arguments that `operation` changes."""
     arguments = operation._schema.arguments
     return frozenset(
         each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write
@@ -53,7 +52,6 @@ def _name(operation: Any) -> str:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists and dictionaries."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -199,11 +197,9 @@ class Operations(TorchDispatchMode):
         return result
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in pinned memory of the host."""
         return tensor.untyped_storage()._cdata in self._pinned
 
     def pin_alias(self, alias: Tensor, tensor: Tensor) -> None:
-        """`alias` lies in the memory of `tensor`."""
         if self.is_pinned(tensor):
             self._pinned[alias.untyped_storage()._cdata] = alias.untyped_storage()
 
@@ -249,7 +245,6 @@ def _with_storage_of(tensor: Tensor, made: Tensor) -> Tensor:
 
 
 def _has_mask(name: str, args: Any) -> bool:
-    """Whether an operation takes a mask, whose number of ones the host reads."""
     return name in INDEXING and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
 
 

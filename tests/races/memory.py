@@ -38,11 +38,9 @@ class Access:
     lines: tuple[Line, ...]
 
     def covers(self, other: "Access") -> bool:
-        """Whether all bytes of `other` are among its own."""
         return self.start <= other.start and other.end <= self.end
 
     def use(self) -> Use:
-        """For a report."""
         return Use(str(self.lane), "writes" if self.is_write else "reads", self.operation, self.lines)
 
 
@@ -110,7 +108,6 @@ class Memory:
             self._release(known.block)
 
     def is_emptied(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` was emptied, and not refilled since."""
         known = self._known.get(storage._cdata)
         return known is not None and known.block.is_freed
 

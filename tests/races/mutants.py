@@ -112,11 +112,7 @@ MUTANTS = [
         (*_COPY_IN, "offload, edits between passes"),
         (*_HOST_WRITES_SOON, "offload, edits between passes"),
         ("StreamUsers.note_current", "Unsharded.wait", "a group on two streams, the branch last"),
-        (
-            "StreamUsers.gathered",
-            "Unsharded._finish_all_gather",
-            "a group on two streams, the branch first",
-        ),
+        ("StreamUsers.gathered", "Unsharded._finish_all_gather", "a group on two streams, the branch first"),
     ),
 ]
 

@@ -20,8 +20,6 @@ _MOST_LINES = 4
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of code."""
-
     file: str
     number: int
     function: str
@@ -59,8 +57,6 @@ def calling_functions(most: int, outside: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a lane did with memory."""
-
     lane: str
     verb: str  # reads, writes
     operation: str

@@ -64,8 +64,6 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened in a scenario."""
-
     findings: list[Finding]
     host_waits: dict[str, int]  # in the last step
     launches: list[Launch]
@@ -98,7 +96,6 @@ def run(scenario: Scenario, rank: int = 0, steps: int = 3, dropped: Site | None 
 
 
 def names_of_nan(model: nn.Module) -> list[str]:
-    """Parameters of `model` whose value or gradient holds a NaN."""
     found: list[str] = []
     for name, param in model.named_parameters():
         for what, tensor in ((name, param.detach()), (f"{name}.grad", param.grad)):
@@ -151,7 +148,6 @@ def tower(*shape: int, model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """One that runs no kernel for each parameter: torch does not know the device as one that has those."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=True)
 
 
@@ -164,7 +160,6 @@ def forward_backward(model: nn.Module) -> None:
 
 
 def training(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, microbatches: int = 1) -> Step:
-    """Forward, backward, step; gradients are reduced with the last microbatch."""
     stepping = sgd(model) if optimizer is None else optimizer
 
     def step() -> nn.Module:

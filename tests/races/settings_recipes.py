@@ -30,8 +30,6 @@ from shardwise import CommPolicy
 
 
 class Checkpointed(Tower):
-    """Blocks that are computed again in backward."""
-
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__(WIDTH, 2 * WIDTH)
         self.use_reentrant = use_reentrant

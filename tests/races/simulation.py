@@ -78,7 +78,6 @@ class Simulation:
         return Counter(why for why, _ in self.blocks)
 
     def stream(self, name: str) -> Any:
-        """One more stream of the device, for the caller."""
         return self.device.make_stream(name)
 
     def _patch_memory(self, patch: pytest.MonkeyPatch) -> None:

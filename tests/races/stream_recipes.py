@@ -45,8 +45,6 @@ class Branch:
 
 
 class Fork(torch.autograd.Function):
-    """Where the branch begins."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
         ctx.branch = branch
@@ -62,8 +60,6 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Where it ends."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Branch) -> Tensor:
         ctx.branch = branch
@@ -113,13 +109,10 @@ def to_compute(x: Tensor, branch: Branch) -> Any:
 
 
 def to_branch(x: Tensor, branch: Branch) -> Any:
-    """Back to the branch."""
     return Cross.apply(x, branch.enter, branch.leave)
 
 
 class Pair(nn.Module):
-    """Two modules, one of them on a branch that began before the other has run."""
-
     def __init__(self, branch: Branch, *, ends_on_branch: bool) -> None:
         super().__init__()
         self._branch, self._ends_on_branch = branch, ends_on_branch
@@ -175,8 +168,6 @@ def routed_apart(simulation: Simulation) -> Step:
 
 
 def paired(ends_on_branch: bool, **settings: Any) -> Recipe:
-    """The two modules are one group."""
-
     def recipe(simulation: Simulation) -> Step:
         model = Tower(WIDTH, 2 * WIDTH, depth=0)
         branch = Branch(simulation)

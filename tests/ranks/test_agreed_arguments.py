@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from meshed import outcome
 from torch import nn
 
 from shardwise import (
@@ -30,7 +31,6 @@ def enter(context: Any) -> None:
 
 
 def everything(model: nn.Module, odd: bool) -> dict[str, Callable[[], Any]]:
-    """Calls with usual arguments, or with odd ones."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     full = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
 
@@ -50,6 +50,8 @@ def everything(model: nn.Module, odd: bool) -> dict[str, Callable[[], Any]]:
             model, optimizer, optimizer.state_dict(), src_rank=pick(0, None)
         ),
         "init_fn here only": lambda: materialize(model, pick(None, lambda module: None)),
+        "init_fn is bad": lambda: materialize(model, pick(None, 3)),
+        "device is bad": lambda: materialize(model, device=pick(None, "meta")),
         "src differs": lambda: sync_module_states(model, src=pick(0, 1)),
         "with_grads differs": lambda: enter(unsharded(model, with_grads=pick(False, True))),
         "recurse is bad": lambda: enter(unsharded(model, recurse=pick(True, 1))),
@@ -62,13 +64,7 @@ def everything(model: nn.Module, odd: bool) -> dict[str, Callable[[], Any]]:
 def raised() -> tuple[dict[str, str], float]:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4))
-    found = {}
-    for name, call in everything(model, odd=dist.get_rank() == 1).items():
-        try:
-            call()
-            found[name] = "nothing"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    found = {name: outcome(call) for name, call in everything(model, odd=dist.get_rank() == 1).items()}
     for call in everything(model, odd=False).values():
         call()
     model(torch.ones(2, 4)).sum().backward()
@@ -92,6 +88,8 @@ strict is bad: TypeError: rank 1: load_full_state_dict: strict is 3, an int; pas
 src_rank is bad: TypeError: rank 1: load_full_state_dict: src_rank is '0', a str; pass a global rank, or None.
 src_rank of the optimizer: ValueError: load_full_optimizer_state_dict: ranks disagree on src_rank: rank 0 has 0, rank 1 has None. Pass the same on all ranks.
 init_fn here only: ValueError: materialize: ranks disagree on init_fn: rank 0 has 'None', rank 1 has 'a function'. Pass the same on all ranks.
+init_fn is bad: TypeError: rank 1: materialize: init_fn is 3, an int; pass a function of a module.
+device is bad: ValueError: rank 1: materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.
 src differs: ValueError: sync_module_states: ranks disagree on src: rank 0 has 0, rank 1 has 1. Pass the same on all ranks.
 with_grads differs: ValueError: unsharded: ranks disagree on with_grads: rank 0 has False, rank 1 has True. Pass the same on all ranks.
 recurse is bad: TypeError: rank 1: unsharded: recurse is 1, an int; pass True or False.

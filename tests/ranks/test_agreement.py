@@ -1,12 +1,10 @@
 """All ranks go on, or all raise alike: the rule of every call that communicates."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from harness import World
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.layout.mesh import Axis
@@ -27,8 +25,10 @@ def axes_of_square() -> list[Axis]:
     return [Axis(mesh.get_group(dim), 2, mesh.get_local_rank(dim)) for dim in range(2)]
 
 
-def outcomes(plans: list[dict[int, str]]) -> list[str]:
-    """Of one call for each plan, which says what is raised on which ranks."""
+@on_ranks(4)
+def test_all_ranks_raise_what_the_first_has_met_and_go_on_afterwards() -> None:
+    everywhere = dict.fromkeys(range(4), "odd")
+    plans: list[dict[int, str]] = [{3: "value"}, {}, {1: "missing", 2: "value"}, {2: "odd"}, everywhere]
     axes, rank = axes_of_square(), dist.get_rank()
     found = []
     for plan in plans:
@@ -42,16 +42,8 @@ def outcomes(plans: list[dict[int, str]]) -> list[str]:
             found.append(f"returned {run_on_all_ranks(axes, CPU, act) - rank}")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def test_all_ranks_raise_what_the_first_has_met_and_go_on_afterwards(world4: World) -> None:
-    everywhere = dict.fromkeys(range(4), "odd")
-    plans: list[dict[int, str]] = [{3: "value"}, {}, {1: "missing", 2: "value"}, {2: "odd"}, everywhere]
-    first, *others = world4.run(outcomes, plans)
-    assert all(other == first for other in others)
     assert_expected_inline(
-        "\n".join(first),
+        "\n".join(found),
         """\
 ValueError: rank 3: v
 returned 0
@@ -61,18 +53,14 @@ Odd: 'k'""",
     )
 
 
-def told_apart(named: list[dict[str, Any]]) -> str:
+@on_ranks(4)
+def test_arguments_that_differ_are_named() -> None:
+    usual = {"src": 0, "strict": True}
+    named = [usual, usual, usual, usual | {"strict": None}]
     own = named[dist.get_rank()]
     with pytest.raises(ValueError, match="disagree") as caught:
         run_on_all_ranks(axes_of_square(), CPU, lambda: None, caller="call", same=own)
-    return str(caught.value)
-
-
-def test_arguments_that_differ_are_named(world4: World) -> None:
-    usual = {"src": 0, "strict": True}
-    first, *others = world4.run(told_apart, [usual, usual, usual, usual | {"strict": None}])
-    assert all(other == first for other in others)
     assert_expected_inline(
-        first,
+        str(caught.value),
         """call: ranks disagree on strict: rank 0 has True, rank 3 has None. Pass the same on all ranks.""",
     )

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from meshed import outcome
 from models import shard_tower
-from torch import Tensor, nn
+from on_ranks import on_ranks
+from test_failures import Forks
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import fully_shard, no_sync
@@ -27,32 +29,12 @@ from shardwise import fully_shard, no_sync
 ROOT = Path(__file__).parents[2]
 
 
-class Forks(nn.Module):
-    """Another block on every rank: what a vision tower is to a rank without pictures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor, way: int) -> Tensor:
-        return self.blocks[way](x)
-
-
 def impatient_mesh() -> DeviceMesh:
     pg: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
     return DeviceMesh.from_group(pg, "cpu")
 
 
-def told(act: Callable[[], None]) -> str:
-    try:
-        act()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def forked(ways_of_rank: list[list[int]]) -> str:
-    """Each rank makes steps through these blocks."""
     torch.manual_seed(0)
     model = shard_tower(Forks(), mesh=impatient_mesh())
 
@@ -60,11 +42,11 @@ def forked(ways_of_rank: list[list[int]]) -> str:
         for way in ways_of_rank[dist.get_rank()]:
             model(torch.ones(2, 4), way).sum().backward()
 
-    return told(train)
+    return outcome(train)
 
 
 def test_ranks_that_disagree_on_blocks_are_told_ranks_and_blocks_and_others_train(world2: World) -> None:
-    assert world2.run(forked, [[1], [1]]) == ["no error"] * 2
+    assert world2.run(forked, [[1], [1]]) == ["accepted"] * 2
     for text in world2.run(forked, [[0], [1]]):
         assert (
             "rank 0 waiting for the all-gather of 'blocks.0' (step 1, forward); "
@@ -74,8 +56,8 @@ def test_ranks_that_disagree_on_blocks_are_told_ranks_and_blocks_and_others_trai
         assert "set_may_be_unused()" in text
 
 
-def uneven_accumulation() -> str:
-    """Rank 0 accumulates three microbatches, and rank 1 two."""
+@on_ranks(2)
+def test_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so() -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4), mesh=impatient_mesh())
     count = [3, 2][dist.get_rank()]
@@ -85,17 +67,13 @@ def uneven_accumulation() -> str:
             with nullcontext() if microbatch == count - 1 else no_sync(model):
                 model(torch.ones(2, 4)).sum().backward()
 
-    return told(accumulate)
-
-
-def test_ranks_that_accumulate_different_numbers_of_microbatches_are_told_so(world2: World) -> None:
-    for text in world2.run(uneven_accumulation):
-        assert re.search(
-            r"rank 0 waiting for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waiting for the reduction of "
-            r"'Linear' \(step \d+, backward\)",
-            text,
-        )
-        assert "numbers of microbatches or steps that differ by rank" in text
+    text = outcome(accumulate)
+    assert re.search(
+        r"rank 0 waiting for the \S+ of 'Linear' \(step \d+, \w+\); rank 1 waiting for the reduction of "
+        r"'Linear' \(step \d+, backward\)",
+        text,
+    )
+    assert "numbers of microbatches or steps that differ by rank" in text
 
 
 SAVED_BY_ONE = """
@@ -137,4 +115,4 @@ def test_a_rank_with_more_microbatches_is_told_who_has_stopped(world2: World) ->
         r"shardwise. .* Usual cause: numbers of microbatches or steps that differ by rank",
         more,
     )
-    assert done == "no error"
+    assert done == "accepted"

@@ -160,8 +160,6 @@ def raising_late_and_slow() -> tuple[list[str], int]:
 
 
 class Forks(nn.Module):
-    """Another block on every rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

@@ -16,8 +16,6 @@ AXIS: Any = SimpleNamespace(pg="the process group")
 
 
 class Queue:
-    """A stream, of which nothing is over yet."""
-
     last_event = SimpleNamespace(query=lambda: False)
 
 

@@ -40,8 +40,4 @@ def test_items_are_cut_by_rows_and_share_messages() -> None:
     messages = in_messages(items(), 64)  # type: ignore[arg-type]
     assert next(messages) == [("a", 0, 3)]
     assert asked == ["a"]
-    assert list(messages) == [
-        [("a", 3, 5), ("none", 0, 0)],
-        [("b", 0, 1), ("value", 0, 0)],
-        [("c", 0, 2)],
-    ]
+    assert list(messages) == [[("a", 3, 5), ("none", 0, 0)], [("b", 0, 1), ("value", 0, 0)], [("c", 0, 2)]]

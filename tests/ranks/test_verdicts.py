@@ -13,7 +13,6 @@ ISSUED = {"all-gather layers.3": 12, "all-gather layers.4": 11, "call clip_grad_
 
 
 def waits(name: str = "layers.4", count: int = 12, **more: Any) -> RankStatus:
-    """A rank that has issued all-gather number ``count`` of ``name``, and waits for it."""
     issued = {**ISSUED, f"all-gather {name}": count}
     status = RankStatus(12, "forward", "all-gather", name, count=count, ranks=range(4), issued=issued)
     status = replace(status, **{"quiet_s": 31.0, "is_late": True, **more})

@@ -39,8 +39,6 @@ class Stream:
 
 
 class Rank:
-    """One rank of two, with one block."""
-
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.activity = RankActivity(has_others=True)
         self.stream = Stream()
@@ -49,13 +47,11 @@ class Rank:
         self.reporter = StallReporter(Board(store), rank, 2, self.activity, 1.0)
 
     def queue(self) -> None:
-        """Issue a collective on the device."""
         self.wait.stream = self.stream
         self.activity.issue(self.wait)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Issue a collective, and wait for it on the host."""
         self.activity.issue(self.wait)
         self.activity.waiting = self.wait
         yield
@@ -63,8 +59,6 @@ class Rank:
 
 
 class Pair:
-    """Two ranks, and what both of them log."""
-
     def __init__(self, store: dist.Store, log: pytest.LogCaptureFixture) -> None:
         self.first, self.second = Rank(0, store), Rank(1, store)
         self.log = log

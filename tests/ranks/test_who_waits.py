@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocking_backend import blocking_group
+from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from models import shard_tower
+from on_ranks import on_ranks
+from test_failures import bad_batch, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,8 +34,6 @@ PATIENCE_S = 40.0
 
 
 class Report(logging.Handler):
-    """What the library logs on this rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -78,7 +79,6 @@ class Blocks(nn.Module):
 
 
 def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
-    """A model after some steps, and its process group."""
     torch.manual_seed(0)
     model = Blocks()
     pg = blocking_group() if backend == "only blocks" else dist.new_group()
@@ -89,30 +89,10 @@ def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
     return model, pg
 
 
-def step(model: nn.Module) -> None:
-    model(torch.ones(2, 4)).sum().backward()
-
-
-def evaluate(report: Report) -> None:
-    report.wait()
-
-
 def told(texts: list[str], before: int) -> str:
     """With the steps of this test alone, and without times and lines."""
     text = re.sub(r"for \d+ s|py:\d+", lambda found: re.sub(r"\d+", "N", found[0]), "\n".join(texts))
     return re.sub(r"step (\d+)", lambda found: f"step {int(found[1]) - before}", text)
-
-
-def one_batch_fewer(backend: str) -> str:
-    """The late rank has left the loop."""
-    before = monitor_of_job().steps
-    model, _ = trained(backend)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            evaluate(report)
-        step(model)
-        report.wait()
-    return told(report.texts, before)
 
 
 def long_computation(backend: str) -> str:
@@ -126,41 +106,6 @@ def long_computation(backend: str) -> str:
     return told(report.texts, before)
 
 
-def beside_a_model_of_the_same_names(backend: str) -> str:
-    """The other model has been trained before, for more steps, and lives on on one rank only."""
-    other, _ = trained(backend, steps=4)
-    if dist.get_rank() != LATE:
-        del other
-        gc.collect()
-    return long_computation(backend)
-
-
-def call_on_one_rank(backend: str) -> str:
-    before = monitor_of_job().steps
-    model, _ = trained(backend)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            evaluate(report)
-        clip_grad_norm_(model, 1.0)
-        report.wait()
-    return told(report.texts, before)
-
-
-def checkpoint_on_one_rank(path: str) -> str:
-    """First saved, then loaded."""
-    before = monitor_of_job().steps
-    model, _ = trained("gloo")
-    texts = []
-    for act in (save_checkpoint, load_checkpoint):
-        with reporting() as report:
-            if dist.get_rank() == LATE:
-                evaluate(report)
-            act(path, model)
-            report.wait()
-        texts += report.texts
-    return told(texts, before)
-
-
 BOTH = ["gloo", "only blocks"]
 # Whether a back end blocks changes how a wait is seen, not what is told of it: elsewhere one of them will do.
 GLOO = ["gloo", pytest.param("only blocks", marks=pytest.mark.slow)]
@@ -168,50 +113,72 @@ BLOCKS_ONLY = [pytest.param("gloo", marks=pytest.mark.slow), "only blocks"]
 
 
 @pytest.mark.parametrize("backend", BOTH)
-def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(world3: World, backend: str) -> None:
-    first, *others = world3.run(one_batch_fewer, backend)
-    assert others == [first, first]
+@on_ranks(3)
+def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(backend: str) -> None:
+    before = monitor_of_job().steps
+    model, _ = trained(backend)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            report.wait()
+        step(model)
+        report.wait()
     assert_expected_inline(
-        first,
+        told(report.texts, before),
         """shardwise.ranks.watch WARNING: No progress for N s: ranks 0, 2 waiting for the all-gather of 'blocks.0' (step 3, forward); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
 
 @pytest.mark.parametrize("backend", GLOO)
 def test_a_rank_that_computes_long_is_told_to_those_that_wait(world2: World, backend: str) -> None:
-    first, second = world2.run(long_computation, backend)
-    assert first == second
     assert_expected_inline(
-        first,
+        alike(world2.run(long_computation, backend)),
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
     )
 
 
 @pytest.mark.parametrize("backend", BLOCKS_ONLY)
-def test_a_model_of_the_same_names_hides_nothing(world2: World, backend: str) -> None:
-    first, second = world2.run(beside_a_model_of_the_same_names, backend)
-    assert first == second
+@on_ranks(2)
+def test_a_model_of_the_same_names_hides_nothing(backend: str) -> None:
+    other, _ = trained(backend, steps=4)
+    if dist.get_rank() != LATE:
+        del other
+        gc.collect()
     assert_expected_inline(
-        first,
+        long_computation(backend),
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
     )
 
 
 @pytest.mark.parametrize("backend", BLOCKS_ONLY)
-def test_a_call_that_one_rank_has_not_made(world2: World, backend: str) -> None:
-    first, second = world2.run(call_on_one_rank, backend)
-    assert first == second
+@on_ranks(2)
+def test_a_call_that_one_rank_has_not_made(backend: str) -> None:
+    before = monitor_of_job().steps
+    model, _ = trained(backend)
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            report.wait()
+        clip_grad_norm_(model, 1.0)
+        report.wait()
     assert_expected_inline(
-        first,
+        told(report.texts, before),
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 in clip_grad_norm_() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
 
-def test_a_checkpoint_that_one_rank_alone_saves_or_loads(world2: World, tmp_path: Path) -> None:
-    first, second = world2.run(checkpoint_on_one_rank, str(tmp_path / "step-1"))
-    assert first == second
+@on_ranks(2)
+def test_a_checkpoint_that_one_rank_alone_saves_or_loads(tmp_path: Path) -> None:
+    before = monitor_of_job().steps
+    model, _ = trained("gloo")
+    texts = []
+    for act in (save_checkpoint, load_checkpoint):
+        with reporting() as report:
+            if dist.get_rank() == LATE:
+                report.wait()
+            act(str(tmp_path / "step-1"), model)
+            report.wait()
+        texts += report.texts
     assert_expected_inline(
-        first,
+        told(texts, before),
         """\
 shardwise.ranks.watch WARNING: No progress for N s: rank 0 in save_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait
 shardwise.ranks.watch WARNING: No progress for N s: rank 0 in load_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
@@ -236,12 +203,7 @@ def given_up(act: Callable[[], None], pg: Any, limit_s: float | None) -> tuple[l
     return told(report.texts, 0).splitlines(), text
 
 
-def bad_batch() -> None:
-    raise ValueError("batch 7 has no labels")
-
-
 def fails() -> tuple[list[str], str]:
-    """The late rank raises."""
     model, pg = trained("only blocks")
     if dist.get_rank() == LATE:
         model.pauses = bad_batch
@@ -253,7 +215,6 @@ def fails() -> tuple[list[str], str]:
 
 
 def other_blocks() -> tuple[list[str], str]:
-    """The late rank leaves out a block."""
     model, pg = trained("only blocks")
     if dist.get_rank() == LATE:
         model.order = [0, 2]

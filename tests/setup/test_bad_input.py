@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from harness import World
 from models import Tower, random_batch
+from on_ranks import on_ranks
 from reference import full
 from refusals import (
     A_REMEDY,
@@ -154,8 +155,8 @@ REFUSED |= {
 }
 
 
-def gradients_inside_torchs() -> dict[str, bool]:
-    """Of a block that is sharded here, in a model that torch's APIs are applied to."""
+@on_ranks(2)
+def test_torchs_apis_around_it_leave_alone_what_is_sharded_here() -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     apis = {"fully_shard": lambda module: peer.fully_shard(module, mesh=mesh), "replicate": replicate}
     batch = torch.arange(16, dtype=torch.float64).view(4, 4) / 16
@@ -170,11 +171,7 @@ def gradients_inside_torchs() -> dict[str, bool]:
         (2 * model(batch[2 * rank :][:2]).sum()).backward()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found[name] = all(torch.allclose(full(ours.grad), want.grad) for ours, want in pairs)
-    return found
-
-
-def test_torchs_apis_around_it_leave_alone_what_is_sharded_here(world2: World) -> None:
-    assert world2.run(gradients_inside_torchs) == [{"fully_shard": True, "replicate": True}] * 2
+    assert found == {"fully_shard": True, "replicate": True}
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -205,17 +202,14 @@ def shard_without_the_special_one(model: nn.Module) -> None:
     shard_bottom_up(model)
 
 
-def refused_forward(make: Callable[[], Tensor]) -> str:
+@on_ranks(1)
+def test_a_tensor_subclass_is_refused_for_what_it_is() -> None:
     """The class might have got the methods it lacks until then."""
-    model = tower_with(make)
+    model = tower_with(a_tensor_subclass)
     shard_bottom_up(model)
     with pytest.raises(NotImplementedError) as caught:
         model(random_batch(0, 2))
-    return f"NotImplementedError: {caught.value}"
-
-
-def test_a_tensor_subclass_is_refused_for_what_it_is(world1: World) -> None:
-    (text,) = world1.run(refused_forward, a_tensor_subclass)
+    text = f"NotImplementedError: {caught.value}"
     assert_says(text, "NotImplementedError", "blocks.1.up.special holds a TwoTensor")
     assert "subclass of nn.Parameter" not in text
     assert_says_what_to_do(text)
@@ -242,8 +236,6 @@ REFUSED |= {
 
 
 class LazyTower(Tower):
-    """Knows the width of its input only after the first forward."""
-
     def __init__(self) -> None:
         super().__init__(depth=1)
         self.inlet = nn.LazyLinear(8)
@@ -280,8 +272,6 @@ REFUSED |= {
 
 
 class TiedTower(Tower):
-    """Its inlet and its last block's norm share a parameter."""
-
     def __init__(self) -> None:
         super().__init__(depth=2)
         self.blocks[1].norm.bias = self.inlet.bias
@@ -314,8 +304,6 @@ def test_a_tie_within_one_call_is_fine(world1: World) -> None:
 
 
 class Holder(nn.Module):
-    """Two of these can hold one and the same layer."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -461,16 +449,13 @@ def shard_with_bfloat16_buffers(model: nn.Module) -> None:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
 
 
-def buffers_that_cannot_be_cast() -> bool:
+@on_ranks(1)
+def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was() -> None:
     model = tower_with_an_immovable_buffer()
     before = [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
     with pytest.raises(MemoryError):
         shard_with_bfloat16_buffers(model)
-    return before == [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
-
-
-def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was(world1: World) -> None:
-    assert world1.run(buffers_that_cannot_be_cast) == [True]
+    assert before == [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
 
 
 # --- all of them ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp as peer
 from harness import World
 from models import Tower, shard_tower
+from on_ranks import on_ranks
 from refusals import Refused, assert_refused, assert_says, assert_trains, refusal, refused, tower
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -98,7 +99,6 @@ def tower_on(make_mesh: Callable[[], Any]) -> nn.Module:
 
 
 def start_again_plain(model: nn.Module) -> None:
-    """The right call on a model without that DTensor."""
     weight = model.blocks[0].up.weight.detach().full_tensor()
     model.blocks[0].up.weight = nn.Parameter(weight)
     shard_tower(model)
@@ -106,10 +106,7 @@ def start_again_plain(model: nn.Module) -> None:
 
 OTHER_ROOTS = {
     f"a parameter on {lies}, a call with {given}": refused_with(
-        make,
-        *("up.weight", "mesh", "tp"),
-        build=partial(tower_on, make_mesh),
-        then=start_again_plain,
+        make, *("up.weight", "mesh", "tp"), build=partial(tower_on, make_mesh), then=start_again_plain
     )
     for lies, make_mesh in (
         ("a line of its own", lambda: mesh_of((2,), ("tp",))),
@@ -149,9 +146,7 @@ def fails_for_the_second(param: nn.Parameter) -> Shard:
     return Shard(1)
 
 
-NO_PLACEMENTS = [
-    *(Shard(5), Shard(-3), Shard(2), Replicate(), Partial(), "0", 0, True, Shard, (Shard(0),)),
-]
+NO_PLACEMENTS = [*(Shard(5), Shard(-3), Shard(2), Replicate(), Partial(), "0", 0, True, Shard, (Shard(0),))]
 NO_RESULTS: list[dict[str, Any]] = [
     {"placement": Shard(0)},
     {"placement": Shard(0), "mesh_info": "cpu"},
@@ -301,11 +296,7 @@ POLICIES = {
     },
 }
 
-BY_RANKS = {
-    1: POLICIES,
-    2: MESHES | DIMS | OTHER_ROOTS | PLACEMENTS | SIZES_OF_TWO,
-    4: SIZES_OF_FOUR,
-}
+BY_RANKS = {1: POLICIES, 2: MESHES | DIMS | OTHER_ROOTS | PLACEMENTS | SIZES_OF_TWO, 4: SIZES_OF_FOUR}
 REFUSED = {case: line for lines in BY_RANKS.values() for case, line in lines.items()}
 
 
@@ -347,13 +338,10 @@ def test_a_refusal_of_the_last_module_leaves_the_first_as_it_was(world2: World) 
     assert_says(refusal(world2, LateRefusal()), "Error: ", "[2].weight")
 
 
-def every_class_after(case: str) -> list[str]:
+@pytest.mark.parametrize("case", [f"placement {Shard(5)}", "our param_dtype=torch.int32", "3 of 2"])
+@on_ranks(2)
+def test_a_refused_model_is_no_sharded_model(case: str) -> None:
     model = Tower(depth=1)
     with pytest.raises((TypeError, ValueError)):
         REFUSED[case].act(model)
-    return [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)]
-
-
-@pytest.mark.parametrize("case", [f"placement {Shard(5)}", "our param_dtype=torch.int32", "3 of 2"])
-def test_a_refused_model_is_no_sharded_model(world2: World, case: str) -> None:
-    assert world2.run(every_class_after, case) == [[], []]
+    assert [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)] == []

@@ -9,8 +9,8 @@ import pytest
 import torch
 from arrangements import Way, world_of
 from comparing import same
-from harness import World
 from meshed import refusal
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -47,8 +47,8 @@ def test_a_state_is_copied_and_loaded_again(way: Way, request: pytest.FixtureReq
     assert all(world_of(way, request).run(copied_state, way))
 
 
-def pickled_bytes() -> list[float]:
-    """What `torch.save` writes of one parameter, in units of its own shard, and of all of a state."""
+@on_ranks(2)
+def test_a_saved_shard_does_not_bring_its_neighbours_along() -> None:
     model = Way(2, build="even").model()
     state = model.state_dict()
     sizes = []
@@ -59,18 +59,13 @@ def pickled_bytes() -> list[float]:
         sizes.append(file.tell())
     shards = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
     total = sum(t.numel() * t.itemsize for t in shards)
-    return [sizes[0] - one.to_local().numel() * 8, sizes[1] - total, total]
+    assert sizes[0] - one.to_local().numel() * 8 < 4096  # names, the mesh
+    assert sizes[1] - total < 1024 * 25
+    assert total > 2048
 
 
-def test_a_saved_shard_does_not_bring_its_neighbours_along(world2: World) -> None:
-    for beside_one, beside_all, total in world2.run(pickled_bytes):
-        assert beside_one < 4096  # names, the mesh
-        assert beside_all < 1024 * 25
-        assert total > 2048
-
-
-def pickled_state() -> bool:
-    """A rank's part of a state, put away and read again by the same rank."""
+@on_ranks(2)
+def test_a_state_travels_by_pickle() -> None:
     model = Way(2).model()
     before = full_state_dict(model, rank0_only=False)
     file = io.BytesIO()
@@ -78,26 +73,18 @@ def pickled_state() -> bool:
     file.seek(0)
     other = Way(2).model(seed=1)
     other.load_state_dict(torch.load(file, weights_only=False))
-    return same(full_state_dict(other, rank0_only=False), before)
+    assert same(full_state_dict(other, rank0_only=False), before)
 
 
-def test_a_state_travels_by_pickle(world2: World) -> None:
-    assert all(world2.run(pickled_state))
-
-
-def buckets_of_copies() -> list[bool]:
-    """Whether a sharded parameter knows its bucket, and whether a copy and a saved one do."""
+@on_ranks(2)
+def test_a_copied_or_saved_parameter_is_in_no_bucket() -> None:
     param = Way(2).model().blocks[0].up.weight
     file = io.BytesIO()
     torch.save(param, file)
     file.seek(0)
     copies = [copy.deepcopy(param), torch.load(file, weights_only=True)]
     assert all(torch.equal(each.to_local(), param.to_local()) for each in copies)
-    return [bucket_and_index(each) is not None for each in (param, *copies)]
-
-
-def test_a_copied_or_saved_parameter_is_in_no_bucket(world2: World) -> None:
-    assert world2.run(buckets_of_copies) == [[True, False, False]] * 2
+    assert [bucket_and_index(each) is not None for each in (param, *copies)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -114,21 +101,16 @@ def test_policies_and_reports_travel_by_pickle(thing: Any) -> None:
     assert pickle.loads(pickle.dumps(thing)) == thing
 
 
-def pickled_model() -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_sharded_model_does_not_travel_but_its_class_does() -> None:
     model = Way(2).model()
     told = refusal(pickle.dumps, model)
-    return told, pickle.loads(pickle.dumps(type(model))) is type(model)
-
-
-def test_a_sharded_model_does_not_travel_but_its_class_does(world2: World) -> None:
-    for told, is_same in world2.run(pickled_model):
-        assert "NotImplementedError" in told
-        assert "state_dict()" in told
-        assert is_same
+    assert "NotImplementedError" in told
+    assert "state_dict()" in told
+    assert pickle.loads(pickle.dumps(type(model))) is type(model)
 
 
 def copied_model(way: Way) -> bool:
-    """A copy, with an EMA of its own, goes its own way."""
     model = way.model()
     before = full_state_dict(model, rank0_only=False)
     twin = copy.deepcopy(model)

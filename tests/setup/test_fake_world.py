@@ -20,7 +20,6 @@ def mesh_of_a_fake_world(rank: int, world: int) -> DeviceMesh:
 
 
 def planned(world: int, device: str) -> dict[str, Any]:
-    """Of the last rank: shapes and bytes of a block, and the events of a step, or why there is none."""
     mesh = mesh_of_a_fake_world(world - 1, world)
     with torch.device(device):
         model: Any = nn.Sequential(

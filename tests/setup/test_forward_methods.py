@@ -1,7 +1,6 @@
 """register_fsdp_forward_method: other methods than forward unshard and free as forward does."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from events import counts, events_of
 from harness import World
 from meshed import refusal
 from models import Block, Tower, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from towers import ROOT, assert_close, backward, gradients, names_of_dtensors
 
@@ -16,8 +16,6 @@ from shardwise import register_fsdp_forward_method
 
 
 class Encoder(Tower):
-    """Runs through a method that is not forward."""
-
     def encode(self, x: Tensor, *, scale: float = 1.0, fail: bool = False) -> dict[str, Tensor]:
         x = self.inlet(x)
         for block in self.blocks:
@@ -35,7 +33,11 @@ def encode_and_go_back(model: Encoder) -> None:
     model.encode(random_batch(0, 4), scale=2.0)["features"].pow(2).mean().backward()
 
 
-def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | None], list[str]]]:
+@pytest.mark.parametrize(("world", "times_registered"), [(1, 1), (2, 2), (3, 1)], indirect=["world"])
+@on_ranks()
+def test_a_registered_method_trains_as_forward_does(times_registered: int) -> None:
+    plain = plain_encoder()
+    encode_and_go_back(plain)
     model = shard_tower(plain_encoder())
     for _ in range(times_registered):
         register_fsdp_forward_method(model, "encode")
@@ -46,41 +48,28 @@ def encoder_in_training(times_registered: int) -> list[tuple[dict[str, Tensor | 
         encode_and_go_back(model)
         assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
         steps.append((gradients(model), sorted(counts(events, "reduce"))))
-    return steps
+    for got, reduced in steps:
+        assert_close(got, gradients(plain))
+        assert reduced == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
 
 
-@pytest.mark.parametrize(("world", "times_registered"), [(1, 1), (2, 2), (3, 1)], indirect=["world"])
-def test_a_registered_method_trains_as_forward_does(world: World, times_registered: int) -> None:
+@on_ranks(2)
+def test_after_an_exception_in_a_registered_method_the_next_call_is_sound() -> None:
     plain = plain_encoder()
     encode_and_go_back(plain)
-    for steps in world.run(encoder_in_training, times_registered):
-        for got, reduced in steps:
-            assert_close(got, gradients(plain))
-            assert reduced == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
-
-
-def encoder_after_a_failure() -> tuple[str, list[str], dict[str, Tensor | None]]:
     model = shard_tower(plain_encoder())
     register_fsdp_forward_method(model, "encode")
     with pytest.raises(LookupError) as caught:
         model.encode(random_batch(0, 4), fail=True)
     seen = names_of_dtensors(model)
     encode_and_go_back(model)
-    return str(caught.value), seen, gradients(model)
-
-
-def test_after_an_exception_in_a_registered_method_the_next_call_is_sound(world2: World) -> None:
-    plain = plain_encoder()
-    encode_and_go_back(plain)
-    for message, sharded, got in world2.run(encoder_after_a_failure):
-        assert message == "inside of encode"
-        assert set(ROOT) <= set(sharded)
-        assert_close(got, gradients(plain))
+    got = gradients(model)
+    assert str(caught.value) == "inside of encode"
+    assert set(ROOT) <= set(seen)
+    assert_close(got, gradients(plain))
 
 
 class RunsItsBlocksByMethod(Tower):
-    """Calls no block as a module: each is run by a method of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(RunByMethod(8, 16) for _ in range(3))
@@ -120,12 +109,13 @@ def test_blocks_that_are_run_by_a_registered_method_train(world2: World) -> None
         assert len(reduced) == 4
 
 
-def facts_of_registered_methods() -> dict[str, Any]:
+@on_ranks(1)
+def test_registering_a_method_changes_this_module_only() -> None:
     model, other, unsharded = shard_tower(plain_encoder()), shard_tower(plain_encoder()), plain_encoder()
     before = dict(vars(unsharded))
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(unsharded, "encode")
-    return {
+    assert {
         "name": model.encode.__name__,
         "other instance": "encode" in vars(other),
         "unsharded": vars(unsharded) == before,
@@ -133,19 +123,13 @@ def facts_of_registered_methods() -> dict[str, Any]:
         "forward still works": torch.equal(
             model(random_batch(0, 4)), model.encode(random_batch(0, 4))["features"]
         ),
+    } == {
+        "name": "encode",
+        "other instance": False,
+        "unsharded": True,
+        "result": dict,
+        "forward still works": True,
     }
-
-
-def test_registering_a_method_changes_this_module_only(world1: World) -> None:
-    assert world1.run(facts_of_registered_methods) == [
-        {
-            "name": "encode",
-            "other instance": False,
-            "unsharded": True,
-            "result": dict,
-            "forward still works": True,
-        }
-    ]
 
 
 class Streaming(Tower):
@@ -156,13 +140,9 @@ class Streaming(Tower):
             yield self(row)
 
 
-def registered_generator() -> str:
-    return refusal(register_fsdp_forward_method, shard_tower(Streaming()), "stream")
-
-
-def test_a_generator_is_refused_as_its_body_runs_after_the_call_has_returned(world1: World) -> None:
-    (text,) = world1.run(registered_generator)
-    assert text == (
+@on_ranks(1)
+def test_a_generator_is_refused_as_its_body_runs_after_the_call_has_returned() -> None:
+    assert refusal(register_fsdp_forward_method, shard_tower(Streaming()), "stream") == (
         "NotImplementedError: register_fsdp_forward_method: Streaming.stream is a generator or a coroutine: it "
         "returns before it has run, so its parameters would be freed too early. Register the methods it calls for "
         "each piece, or collect the pieces in a method that returns them."

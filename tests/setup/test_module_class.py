@@ -12,6 +12,7 @@ from dynamo import quiet_dynamo
 from events import counts, events_of
 from harness import World
 from models import Block, Tower, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from towers import assert_close, backward, gradients, plain_gradients, plain_tower, sharded_tower
 
@@ -25,10 +26,12 @@ def look_up(module: nn.Module, name: str) -> type | None:
     return next((type(each) for each in module.modules() if type(each).__name__ == name), None)
 
 
-def facts_of_the_class() -> dict[str, Any]:
+@on_ranks(1)
+def test_the_class_is_mixed_once_and_is_both() -> None:
+    """It prints as before but for the names of classes, is found by its name and travels by pickle."""
     plain, one, other = plain_tower(), sharded_tower(), sharded_tower()
     before = type(plain)
-    return {
+    facts = {
         "returned": fully_shard(plain) is plain,
         "name": (type(one).__name__, one._get_name()),
         "doc": type(one).__doc__ == Tower.__doc__,
@@ -44,11 +47,6 @@ def facts_of_the_class() -> dict[str, Any]:
         "pickled": pickle.loads(pickle.dumps(type(one.blocks[0]))) is type(one.blocks[0]),
         "prints": str(one),
     }
-
-
-def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
-    """It prints as before but for the names of classes, is found by its name and travels by pickle."""
-    (facts,) = world1.run(facts_of_the_class)
     prints = str(plain_tower()).replace("Tower(", "FSDPTower(").replace(" Block(", " FSDPBlock(")
     assert "(0-2): 3 x FSDPBlock(" in prints
     assert facts == {
@@ -59,21 +57,17 @@ def test_the_class_is_mixed_once_and_is_both(world1: World) -> None:
     }
 
 
-def returned_is_given(as_tuple: bool) -> list[bool]:
+@pytest.mark.parametrize("as_tuple", [False, True])
+@on_ranks(1)
+def test_what_is_given_is_returned(as_tuple: bool) -> None:
     model = plain_tower()
     blocks: Any = tuple(model.blocks) if as_tuple else list(model.blocks)
-    returned = fully_shard(blocks)
-    return [
-        returned is blocks,
+    assert [
+        fully_shard(blocks) is blocks,
         all(block is mine for block, mine in zip(blocks, model.blocks, strict=True)),
         all(isinstance(block, FSDPModule) for block in blocks),
         fully_shard(model) is model,
-    ]
-
-
-@pytest.mark.parametrize("as_tuple", [False, True])
-def test_what_is_given_is_returned(world1: World, as_tuple: bool) -> None:
-    assert world1.run(returned_is_given, as_tuple) == [[True] * 4]
+    ] == [True] * 4
 
 
 T = TypeVar("T")
@@ -126,8 +120,6 @@ class CallsSuper(Block):
 
 
 class OwnNew(Block):
-    """Made by a ``__new__`` of its own."""
-
     def __new__(cls, *args: Any) -> "OwnNew":
         self = super().__new__(cls)
         self.__dict__["born"] = True
@@ -135,8 +127,6 @@ class OwnNew(Block):
 
 
 class Guarded(Block):
-    """Looks attributes up in its own way."""
-
     def __getattr__(self, name: str) -> Any:
         if name == "alias":
             return self.up
@@ -157,8 +147,6 @@ class Registry(Block):
 
 
 class Collected(nn.Module):
-    """Keeps parameters in torch's own containers for them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(2))
@@ -233,17 +221,21 @@ def test_modules_of_any_class_and_make_train_as_plain_ones(world2: World) -> Non
         assert_equal(got, expected, atol=1e-10)
 
 
-def attributes_of_odd_blocks() -> list[Any]:
+@on_ranks(1)
+def test_attributes_and_overridden_methods_stay() -> None:
     slotted, itself = SlottedFirst(8, 16), SlottedItself(8, 16)
     calls, own = CallsSuper(8, 16), OwnNew(8, 16)
     for block in (slotted, itself, calls, own):
         fully_shard(block)
     calls.eval()
-    return [slotted.left, slotted.right, itself.extra, calls.was_told, calls.extra_repr(), own.born]
-
-
-def test_attributes_and_overridden_methods_stay(world1: World) -> None:
-    assert world1.run(attributes_of_odd_blocks) == [[2.0, "kept", "kept", False, "extra of ''", True]]
+    assert [slotted.left, slotted.right, itself.extra, calls.was_told, calls.extra_repr(), own.born] == [
+        2.0,
+        "kept",
+        "kept",
+        False,
+        "extra of ''",
+        True,
+    ]
 
 
 # --- containers -----------------------------------------------------------------------------------
@@ -262,7 +254,8 @@ def sharded_sequence() -> nn.Sequential:
     return fully_shard(model)
 
 
-def facts_of_a_sequence() -> dict[str, Any]:
+@on_ranks(2)
+def test_a_sharded_sequential_is_still_a_sequential() -> None:
     model, x = sharded_sequence(), random_batch(0, 4)
     part = model[1:4]
     facts = {
@@ -280,23 +273,18 @@ def facts_of_a_sequence() -> dict[str, Any]:
     model.insert(1, nn.Identity())
     model.pop(-1)
     facts["inserted and popped"] = len(model), torch.equal(model(x), sharded_sequence()(x))
-    return facts
-
-
-def test_a_sharded_sequential_is_still_a_sequential(world2: World) -> None:
-    for facts in world2.run(facts_of_a_sequence):
-        assert facts == {
-            "class": "Sequential",
-            "len": 5,
-            "index": ["Linear", "Tanh", "Linear"],
-            "iteration": [True] * 5,
-            "slice": (True, 3, True),
-            "slice of all": True,
-            "slice runs": True,
-            "contains": True,
-            "appended": (6, True),
-            "inserted and popped": (6, True),
-        }
+    assert facts == {
+        "class": "Sequential",
+        "len": 5,
+        "index": ["Linear", "Tanh", "Linear"],
+        "iteration": [True] * 5,
+        "slice": (True, 3, True),
+        "slice of all": True,
+        "slice runs": True,
+        "contains": True,
+        "appended": (6, True),
+        "inserted and popped": (6, True),
+    }
 
 
 def sequence_in_training(is_sharded: bool) -> dict[str, Tensor | None]:
@@ -311,24 +299,19 @@ def test_a_slice_of_a_sharded_sequential_trains(world2: World) -> None:
         assert_close(got, sequence_in_training(is_sharded=False))
 
 
-def facts_of_a_list() -> dict[str, Any]:
+@on_ranks(1)
+def test_a_list_of_sharded_blocks_is_still_a_list() -> None:
     model = sharded_tower()
     blocks = model.blocks
     rest = blocks[1:]
-    return {
+    assert {
         "class": type(blocks) is nn.ModuleList,
         "len": len(blocks),
         "all sharded": all(isinstance(block, FSDPModule) for block in blocks),
         "slice": type(rest) is nn.ModuleList
         and [b is c for b, c in zip(rest, list(blocks)[1:], strict=True)],
         "index": blocks[-1] is model.get_submodule("blocks.2"),
-    }
-
-
-def test_a_list_of_sharded_blocks_is_still_a_list(world1: World) -> None:
-    assert world1.run(facts_of_a_list) == [
-        {"class": True, "len": 3, "all sharded": True, "slice": [True, True], "index": True}
-    ]
+    } == {"class": True, "len": 3, "all sharded": True, "slice": [True, True], "index": True}
 
 
 # --- what nn.Module offers ------------------------------------------------------------------------
@@ -349,27 +332,24 @@ def plain_with_buffers() -> WithBuffers:
     return built(WithBuffers, seed=0)
 
 
-def facts_of_buffers() -> dict[str, Any]:
+@on_ranks(2)
+def test_buffers_are_left_alone() -> None:
+    plain = plain_with_buffers()
+    backward(plain)
     model = plain_with_buffers()
     before = dict(model.named_buffers())
     shard_tower(model)
     same = [name for name, buffer in model.named_buffers() if before[name] is buffer]
     backward(model)
-    return {
+    facts = {
         "same objects": same,
         "plain tensors": all(type(buffer) is Tensor for buffer in model.buffers()),
         "values": {name: buffer.clone() for name, buffer in model.named_buffers()},
     }
-
-
-def test_buffers_are_left_alone(world2: World) -> None:
-    plain = plain_with_buffers()
-    backward(plain)
-    for facts in world2.run(facts_of_buffers):
-        assert facts["same objects"] == [name for name, _ in plain.named_buffers()]
-        assert facts["plain tensors"]
-        for name, buffer in plain.named_buffers():
-            assert torch.equal(facts["values"][name], buffer), name
+    assert facts["same objects"] == [name for name, _ in plain.named_buffers()]
+    assert facts["plain tensors"]
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(facts["values"][name], buffer), name
 
 
 def names_and_shapes(model: nn.Module) -> dict[str, Any]:
@@ -383,7 +363,10 @@ def names_and_shapes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def names_at_any_moment() -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment() -> None:
+    plain = plain_with_buffers()
+    plain.blocks[0].norm.bias.requires_grad_(False)
     model = shard_tower(plain_with_buffers())
     model.blocks[0].norm.bias.requires_grad_(False)
     names = [names_and_shapes(model)]
@@ -395,25 +378,15 @@ def names_at_any_moment() -> list[dict[str, Any]]:
     handle.remove()
     with unsharded(model):
         names.append(names_and_shapes(model))
-    return [*names, names_and_shapes(model)]
+    assert [*names, names_and_shapes(model)] == [names_and_shapes(plain)] * 5
 
 
-def test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment(world2: World) -> None:
-    plain = plain_with_buffers()
-    plain.blocks[0].norm.bias.requires_grad_(False)
-    for names in world2.run(names_at_any_moment):
-        assert names == [names_and_shapes(plain)] * 5
-
-
-def parameters_in_the_state_are_the_registered_ones() -> bool:
+@on_ranks(2)
+def test_the_state_dict_holds_the_sharded_parameters() -> None:
     model = sharded_tower()
     model.unshard()
     state = model.state_dict(keep_vars=True)
-    return all(state[name] is param for name, param in model.named_parameters())
-
-
-def test_the_state_dict_holds_the_sharded_parameters(world2: World) -> None:
-    assert world2.run(parameters_in_the_state_are_the_registered_ones) == [True, True]
+    assert all(state[name] is param for name, param in model.named_parameters())
 
 
 def set_to_eighths(module: nn.Module) -> None:
@@ -471,7 +444,8 @@ class WithDropout(Tower):
         return super().forward(self.dropout(x))
 
 
-def modes() -> list[Any]:
+@on_ranks(1)
+def test_train_and_eval_reach_every_module() -> None:
     torch.manual_seed(0)
     model = shard_tower(WithDropout().double())
     x = random_batch(0, 4)
@@ -479,14 +453,11 @@ def modes() -> list[Any]:
     facts += [model.eval() is model, {module.training for module in model.modules()}]
     facts += [torch.equal(model(x), model(x))]
     facts += [model.train() is model, {module.training for module in model.modules()}]
-    return facts
+    assert facts == [False, True, {False}, True, True, {True}]
 
 
-def test_train_and_eval_reach_every_module(world1: World) -> None:
-    assert world1.run(modes) == [[False, True, {False}, True, True, {True}]]
-
-
-def optimizer_sees_one_object_for_ever() -> list[bool]:
+@on_ranks(2)
+def test_the_registered_parameters_are_the_same_objects_for_ever() -> None:
     model = sharded_tower()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -497,8 +468,4 @@ def optimizer_sees_one_object_for_ever() -> list[bool]:
         optimizer.step()
         optimizer.zero_grad()
         same.append(all(param.grad is None for param in model.parameters()))
-    return same
-
-
-def test_the_registered_parameters_are_the_same_objects_for_ever(world2: World) -> None:
-    assert world2.run(optimizer_sees_one_object_for_ever) == [[True] * 4] * 2
+    assert same == [True] * 4

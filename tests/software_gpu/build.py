@@ -85,7 +85,6 @@ def key() -> str:
 
 @functools.cache
 def built() -> Path:
-    """The folder of the libraries. Whoever comes first builds it; others wait for it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise-software-gpu"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / key()

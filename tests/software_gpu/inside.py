@@ -41,7 +41,6 @@ def counts() -> dict[str, int]:
 
 
 def waits() -> int:
-    """How often the host has waited for a device."""
     counted = counts()
     return sum(counted[what] for what in ("device waits", "stream waits", "event waits"))
 

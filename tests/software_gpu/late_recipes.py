@@ -175,7 +175,6 @@ class Runs:
 
 
 def difference(values: Observed, expected: Observed) -> str:
-    """The first value that is another one; nothing if there is none."""
     if len(values) != len(expected):
         return f"{len(values)} values in place of {len(expected)}"
     for index, ((name, value), (_, wanted)) in enumerate(zip(values, expected, strict=True)):

@@ -62,7 +62,7 @@ UNSEEN = {
 SOMETIMES = {
     "wait_event < Reduction.release < Gradients.release": (
         "under schedule 4, where the stream of reductions must get ahead of the one that copies what it has summed"
-    ),
+    )
 }
 
 
@@ -77,14 +77,12 @@ def world_of(scenario: str) -> int:
 
 
 def mutants() -> list[Case]:
-    """All mutants and patches, each with the scenario in which it shows here."""
     taken: list[Case] = [(mutant.scenario, mutant.site) for mutant in MUTANTS]
     taken += [(scenario, name) for name, (scenario, _) in PATCHES.items()]
     return [(OTHER_SCENARIO.get(str(what), scenario), what) for scenario, what in taken]
 
 
 def found_by(late: int, world: int) -> list[Case]:
-    """What a schedule finds."""
     return [
         (scenario, what)
         for scenario, what in mutants()
@@ -95,7 +93,6 @@ def found_by(late: int, world: int) -> list[Case]:
 
 
 def unseen(world: int) -> list[Case]:
-    """What none finds."""
     return [
         (scenario, what)
         for scenario, what in mutants()

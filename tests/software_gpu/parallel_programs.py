@@ -144,7 +144,6 @@ def tensor_parallel(dtype: torch.dtype | None = None, **settings: Any) -> float:
 
 
 def differences(backend: str = "nccl") -> dict[str, float]:
-    """By what was tried."""
     join(backend)
     world = dist.get_world_size()
     found = {}

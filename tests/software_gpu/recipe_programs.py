@@ -139,8 +139,6 @@ class PlainMuon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. What concerns sharding, plain torch leaves out."""
-
     model: Callable[[], nn.Module] = Model
     optimizer: MakeOptimizer = sgd  # AdamW hides a factor that all gradients have
     plain_optimizer: MakeOptimizer | None = None  # None: `optimizer`

@@ -27,7 +27,6 @@ both_back_ends = pytest.mark.parametrize(
 
 
 def join() -> torch.device:
-    """Join the job. The last rank has the first device: LOCAL_RANK names another rank's."""
     device = torch.device("cuda", int(os.environ["WORLD_SIZE"]) - 1 - int(os.environ["RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -54,7 +53,6 @@ def noted_reductions() -> Iterator[set[str]]:
 
 
 def plain_losses(world: int, steps: int) -> list[float]:
-    """Of the mean over all ranks' batches, in one process without a device."""
     model = built(even_tower, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -70,7 +68,6 @@ def plain_losses(world: int, steps: int) -> list[float]:
 
 
 def losses_of(model: Any, device: torch.device, steps: int) -> list[float]:
-    """The same of a sharded model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank, world = dist.get_rank(), dist.get_world_size()
     losses = []

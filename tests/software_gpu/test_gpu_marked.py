@@ -10,9 +10,7 @@ from software_gpu.program import run_program
 TESTS = Path(__file__).parents[1]
 FEWEST = 95
 
-NOT_SIMULATED = {
-    "test_nccl_gives_what_is_asked_of_it[symmetric memory, 2 ranks]": "NCCL's windows",
-}
+NOT_SIMULATED = {"test_nccl_gives_what_is_asked_of_it[symmetric memory, 2 ranks]": "NCCL's windows"}
 
 
 def results_of(path: Path) -> tuple[set[str], dict[str, str]]:

@@ -103,8 +103,6 @@ def test_cuda_rules_of_capture_are_kept() -> None:
 
 
 class Training:
-    """Steps of a model that is sharded over all ranks."""
-
     def __init__(
         self,
         mesh: Any,
@@ -153,7 +151,6 @@ class Training:
 
 
 def plain_losses(max_norm: float | None = None, **unused: Any) -> list[float]:
-    """Of this rank's batches, of training on the batches of all ranks in one process."""
     recipe = recipe_programs.Recipe(optimizer=recipe_programs.adamw, max_norm=max_norm)
     return recipe_programs.plain(recipe, steps=WARM_UP + LAUNCHES + AFTER)[0]
 

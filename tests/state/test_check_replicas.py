@@ -8,9 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import alike
 from expecttest import assert_expected_inline
-from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import OddModel, Tower, built, odd_model, random_batch, shard_tower
 from on_ranks import on_ranks
@@ -43,18 +41,16 @@ def forward(model: nn.Module) -> None:
 # --- at the first forward -------------------------------------------------------------------------
 
 
-def first_forward(seeds: tuple[int, ...], mesh: Layout) -> str:
-    model = shard_tower(built(Tower, seed=seeds[dist.get_rank()]), mesh=mesh.mesh())
+@on_ranks(4)
+def test_replicas_of_other_seeds_are_refused_at_the_first_forward() -> None:
+    seeds = (0, 0, 1, 1)
+    model = shard_tower(built(Tower, seed=seeds[dist.get_rank()]), mesh=SQUARE.mesh())
     twice = [refusal(forward, model), refusal(forward, model)]
     assert twice[0] == twice[1]
     sync_module_states(model)
     forward(model)
-    return twice[0]
-
-
-def test_replicas_of_other_seeds_are_refused_at_the_first_forward(world4: World) -> None:
     assert_expected_inline(
-        wrapped(alike(world4.run(first_forward, (0, 0, 1, 1), SQUARE))),
+        wrapped(twice[0]),
         """\
 RuntimeError: inlet.weight and 15 more: the values on ranks 2, 3
 differed from those on ranks 0, 1 when fully_shard cut them, so their
@@ -208,13 +204,8 @@ def test_numbers_differ_where_signs_of_pairs_do() -> None:
 # --- where it runs --------------------------------------------------------------------------------
 
 
-def wrong_moments() -> list[str]:
-    with torch.device("meta"):
-        bare = fully_shard(nn.Linear(2, 2))
-    return [refusal(check_replicas, bare), refusal(check_replicas, 3)]
-
-
-def without_values_on_one_rank() -> str:
+@on_ranks(2)
+def test_what_one_rank_cannot_compare_is_refused_on_all() -> None:
     with torch.device("meta" if dist.get_rank() else "cpu"):
         model = Tower().double()
     for param in model.parameters():
@@ -223,17 +214,15 @@ def without_values_on_one_rank() -> str:
     shard_tower(model, mesh=device_mesh((2, 1), ("replicate", "shard")))
     told = refusal(check_replicas, model)
     check_replicas(shard_tower(built(Tower, seed=0), mesh=device_mesh((2, 1), ("replicate", "shard"))))
-    return told
-
-
-def test_what_one_rank_cannot_compare_is_refused_on_all(world2: World) -> None:
-    told = alike(world2.run(without_values_on_one_rank))
     assert "check_replicas: 22 parameters are still on the meta device" in told
 
 
-def test_what_cannot_be_compared_is_refused(world1: World) -> None:
+@on_ranks(1)
+def test_what_cannot_be_compared_is_refused() -> None:
+    with torch.device("meta"):
+        bare = fully_shard(nn.Linear(2, 2))
     assert_expected_inline(
-        "\n".join(map(wrapped, world1.run(wrong_moments)[0])),
+        "\n".join(map(wrapped, [refusal(check_replicas, bare), refusal(check_replicas, 3)])),
         """\
 RuntimeError: check_replicas: 2 parameters are still on the meta
 device: weight, bias. Nothing has given them values. Call

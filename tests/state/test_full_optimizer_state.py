@@ -145,26 +145,23 @@ def plain_step(way: Way, kind: str, first: Any, second: Any) -> dict[str, Tensor
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_sharded_run_goes_on_plainly(world2: World, kind: str) -> None:
+@on_ranks(2)
+def test_a_sharded_run_goes_on_plainly(kind: str) -> None:
     """What `optim_state_dict` of FSDP1 and its rekeying were for."""
     way = Way(2)
-    model, _ = trained_plainly(way, kind, range(3))
-    (first, numbered), _ = world2.run(saved_after_two, way, kind)
-    assert_equal(plain_step(way, kind, first, numbered), model.state_dict(), atol=1e-10)
-
-
-def saved_after_two(way: Way, kind: str) -> Any:
+    plain, _ = trained_plainly(way, kind, range(3))
     model = way.model()
     optimizer = OPTIMIZERS[kind](model)
     for number in range(2):
         step(model, optimizer, number)
     first, second = full_state_dict(model, optimizer)
-    return first, rekey_optimizer_state_dict(second, model, optimizer, "id") if first else None
+    if is_first():
+        numbered = rekey_optimizer_state_dict(second, model, optimizer, "id")
+        assert_equal(plain_step(way, kind, first, numbered), plain.state_dict(), atol=1e-10)
 
 
 @on_ranks(2)
 def test_what_was_frozen_begins_anew() -> None:
-    """A parameter that was frozen when it was saved has no state."""
     model, other = Way(2).model(), Way(2).model()
     model.outlet.requires_grad_(False)
     optimizer, fresh = adamw(model), adamw(other)
@@ -189,25 +186,6 @@ def in_order(model: nn.Module, order: str) -> torch.optim.Optimizer:
     return LocalAdamW(groups[::-1] if order in ("groups swapped", "both") else groups)
 
 
-def gone_on_in(order: str, keys: str) -> Any:
-    """Save in the first order and load in another: where the next step leads, and the state by id."""
-    way = Way(2)
-    model = way.model()
-    first, other = adamw(model), in_order(model, order)
-    for number in range(2):
-        step(model, first, number)
-    weights, state = full_state_dict(model, first, rank0_only=False)
-    by_id = rekey_optimizer_state_dict(state, model, other, "id")
-    again = rekey_optimizer_state_dict(by_id, model, other, "name")
-    back = rekey_optimizer_state_dict(again, model, first, "name")
-    assert same(rekey_optimizer_state_dict(again, model, other, "id"), by_id)
-    assert same(back, state)
-    load_full_optimizer_state_dict(model, other, by_id if keys == "id" else state if is_first() else None)
-    assert same(full_state_dict(model, other, rank0_only=False)[1], again)
-    step(model, other, 2)
-    return weights, by_id, full_state_dict(model, rank0_only=False)
-
-
 @pytest.mark.parametrize(
     ("order", "keys"),
     [
@@ -218,17 +196,30 @@ def gone_on_in(order: str, keys: str) -> Any:
         ),
     ],
 )
-def test_state_finds_its_parameters_in_another_order(world2: World, order: str, keys: str) -> None:
+@on_ranks(2)
+def test_state_finds_its_parameters_in_another_order(order: str, keys: str) -> None:
     """Optimizers pair parameters by place: in a wrong order the state of one goes to another, silently."""
     want, _ = trained_plainly(Way(2), "adamw", range(3))
-    for weights, by_id, got in world2.run(gone_on_in, order, keys):
-        assert_equal(got, want.state_dict(), atol=1e-10)
-        plain = built("uneven")
-        plain.load_state_dict(weights)
-        optimizer = in_order(plain, order)
-        optimizer.load_state_dict(by_id)
-        step(plain, optimizer, 2)
-        assert_equal(plain.state_dict(), want.state_dict(), atol=1e-10)
+    way = Way(2)
+    model = way.model()
+    first, other = adamw(model), in_order(model, order)
+    for number in range(2):
+        step(model, first, number)
+    weights, state = full_state_dict(model, first, rank0_only=False)
+    by_id = rekey_optimizer_state_dict(state, model, other, "id")
+    again = rekey_optimizer_state_dict(by_id, model, other, "name")
+    assert same(rekey_optimizer_state_dict(again, model, other, "id"), by_id)
+    assert same(rekey_optimizer_state_dict(again, model, first, "name"), state)
+    load_full_optimizer_state_dict(model, other, by_id if keys == "id" else state if is_first() else None)
+    assert same(full_state_dict(model, other, rank0_only=False)[1], again)
+    step(model, other, 2)
+    assert_equal(full_state_dict(model, rank0_only=False), want.state_dict(), atol=1e-10)
+    plain = built("uneven")
+    plain.load_state_dict(weights)
+    optimizer = in_order(plain, order)
+    optimizer.load_state_dict(by_id)
+    step(plain, optimizer, 2)
+    assert_equal(plain.state_dict(), want.state_dict(), atol=1e-10)
 
 
 def test_ids_ascend_and_groups_keep_their_own_values() -> None:
@@ -302,19 +293,16 @@ class Keeping(torch.optim.Optimizer):
         }
 
 
-def local_states() -> list[str]:
+@on_ranks(2)
+def test_state_of_a_ranks_own_is_not_taken_for_the_whole() -> None:
     told = []
     for form in ("local", "nested local"):
         model = Way(2).model()
         optimizer = Keeping(model.parameters(), form)
         step(model, optimizer, 0)
         told.append(refusal(full_state_dict, model, optimizer))
-    return told
-
-
-def test_state_of_a_ranks_own_is_not_taken_for_the_whole(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(local_states))),
+        "\n".join(told),
         """\
 ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)
 ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)""",
@@ -356,8 +344,6 @@ def test_nested_state_keeps_its_dtypes() -> None:
 
 
 class Scaled(nn.Module):
-    """With a parameter that is one number."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -368,7 +354,13 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def of_a_scalar(is_stepped: bool, foreach: bool) -> Any:
+@pytest.mark.parametrize(("is_stepped", "foreach"), [(False, True), (True, False)])
+@on_ranks(2)
+def test_the_state_of_a_scalar_parameter(is_stepped: bool, foreach: bool) -> None:
+    plain = Scaled()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for number in range(2):
+        step(plain, optimizer, number)
     model = Scaled()
     fully_shard(model)
     first = torch.optim.AdamW(model.parameters(), foreach=foreach)
@@ -380,17 +372,7 @@ def of_a_scalar(is_stepped: bool, foreach: bool) -> Any:
         load_full_state_dict(model, weights, src_rank=None)
     load_full_optimizer_state_dict(model, other, state if is_first() else None)
     step(model, other, 1)
-    return full_state_dict(model, rank0_only=False)
-
-
-@pytest.mark.parametrize(("is_stepped", "foreach"), [(False, True), (True, False)])
-def test_the_state_of_a_scalar_parameter(world2: World, is_stepped: bool, foreach: bool) -> None:
-    model = Scaled()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for number in range(2):
-        step(model, optimizer, number)
-    for got in world2.run(of_a_scalar, is_stepped, foreach):
-        assert_equal(got, model.state_dict(), atol=1e-10)
+    assert_equal(full_state_dict(model, rank0_only=False), plain.state_dict(), atol=1e-10)
 
 
 @on_ranks(2)
@@ -494,8 +476,8 @@ TypeError: full_state_dict: optimizer is 'adam', a str; pass a torch.optim.Optim
     )
 
 
-def on_one_rank_only() -> list[str]:
-    """Each call is wrong on the second rank alone."""
+@on_ranks(2)
+def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded() -> None:
     model = Way(2).model()
     optimizer = adamw(model)
     step(model, optimizer, 0)
@@ -513,12 +495,8 @@ def on_one_rank_only() -> list[str]:
         told.append(refusal(full_state_dict, model, chosen))
     told.append(refusal(load_full_optimizer_state_dict, model, fresh, good, src_rank=7))
     assert not fresh.state
-    return [re.sub(r"this rank \(\d\)", "this rank", text) for text in told]
-
-
-def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(on_one_rank_only))),
+        "\n".join([re.sub(r"this rank \(\d\)", "this rank", text) for text in told]),
         """\
 ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (7, 1), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from arrangements import WAYS, Way, built
 from common import peak_bytes
-from comparing import alike, assert_equal, same
+from comparing import assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
@@ -108,24 +108,23 @@ def test_parameters_are_chosen_by_name_and_converted() -> None:
     assert found == [("blocks.0.bias", torch.bfloat16, (6,)), ("head.weight", torch.bfloat16, (11, 6))]
 
 
-def refusals_of_out() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_taken_out_is_refused_at_the_call() -> None:
     model = Way(2, build="tied").model()
     on_meta = Way(2, build="tied").model(device="meta")
     with shardwise.unsharded(model):
         inside = refusal(full_state_dict, model)
-    return [
-        refusal(iter_full_parameters, model, names=["nope", "head.weight"]),
-        refusal(iter_full_parameters, model, bucket_bytes=0),
-        refusal(iter_full_parameters, model, dtype=torch.int8),
-        refusal(full_state_dict, on_meta),
-        refusal(full_state_dict, {}),
-        inside,
-    ]
-
-
-def test_what_cannot_be_taken_out_is_refused_at_the_call(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(refusals_of_out))),
+        "\n".join(
+            [
+                refusal(iter_full_parameters, model, names=["nope", "head.weight"]),
+                refusal(iter_full_parameters, model, bucket_bytes=0),
+                refusal(iter_full_parameters, model, dtype=torch.int8),
+                refusal(full_state_dict, on_meta),
+                refusal(full_state_dict, {}),
+                inside,
+            ]
+        ),
         """\
 ValueError: iter_full_parameters: the model has no parameter named nope.
 ValueError: iter_full_parameters: bucket_bytes is 0; pass a number of bytes above 0.
@@ -374,16 +373,13 @@ def test_a_lenient_load_reports_what_it_passed_over() -> None:
     assert len(report.missing) == 10
 
 
-def missing_on_meta() -> list[str]:
+@on_ranks(2)
+def test_nothing_is_left_without_values() -> None:
     way = Way(2, build="tied")
     lenient = refusal(load_full_state_dict, way.model(device="meta"), {}, src_rank=None, strict=False)
     lost = refusal(load_full_state_dict, way.model(device="meta"), plain_state(way), src_rank=None)
-    return [lenient, lost]
-
-
-def test_nothing_is_left_without_values(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(missing_on_meta))),
+        "\n".join([lenient, lost]),
         """\
 RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (call shardwise.materialize(model) first, for initial values).
 RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",

@@ -157,7 +157,6 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All of them in full, those that are not in a state_dict as well."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
 
@@ -285,8 +284,6 @@ def test_rows_on_different_ranks_differ(world4: World) -> None:
 
 
 class Recurrent(nn.Module):
-    """RNN modules keep references to their weights, and compare them in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.GRU(3, 4), nn.GRU(4, 4)])
@@ -369,7 +366,13 @@ def OneBlock() -> nn.Module:
 # --- what stays as it is --------------------------------------------------------------------------
 
 
-def trained_by_an_older_optimizer() -> tuple[bool, int, dict[str, Tensor]]:
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_trains_the_model() -> None:
+    expected = LanguageModel()
+    expected.load_state_dict({k: v for k, v in plain(TEXT).items() if k != "next"})
+    plain_optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    expected(torch.arange(6).view(1, 6)).square().mean().backward()
+    plain_optimizer.step()
     model = shard_tower(on_meta(LanguageModel))
     before = list(model.parameters())
     for param in before:
@@ -383,20 +386,12 @@ def trained_by_an_older_optimizer() -> tuple[bool, int, dict[str, Tensor]]:
     assert all(param.is_marked for param in model.parameters())
     model(torch.arange(6).view(1, 6)).square().mean().backward()
     optimizer.step()
-    return same, len(seen), tensors_of(model)
-
-
-def test_an_optimizer_that_was_built_before_trains_the_model(world2: World) -> None:
-    model = LanguageModel()
-    model.load_state_dict({k: v for k, v in plain(TEXT).items() if k != "next"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.arange(6).view(1, 6)).square().mean().backward()
-    optimizer.step()
-    for same, num_seen, got in world2.run(trained_by_an_older_optimizer):
-        assert same
-        assert num_seen == 1
-        for name, value in tensors_of(model).items():
-            torch.testing.assert_close(got[name], value, msg=name)
+    num_seen = len(seen)
+    got = tensors_of(model)
+    assert same
+    assert num_seen == 1
+    for name, value in tensors_of(expected).items():
+        torch.testing.assert_close(got[name], value, msg=name)
 
 
 def drawn_after_other_seeds() -> tuple[dict[str, Tensor], Tensor]:
@@ -420,8 +415,9 @@ def test_all_ranks_draw_as_the_first_and_then_as_they_would_have(world4: World) 
             assert torch.equal(drawn, torch.rand(3))
 
 
-def called_with(case: Case) -> list[str]:
-    model = shard_tower(on_meta(case.make))
+@on_ranks(2)
+def test_init_is_called_once_for_each_module_with_tensors_children_first() -> None:
+    model = shard_tower(on_meta(MIXED.make))
     names = {module: name for name, module in model.named_modules()}
     calls: list[str] = []
 
@@ -432,12 +428,8 @@ def called_with(case: Case) -> list[str]:
 
     materialize(model, init)
     materialize(model, init)  # nothing is left to do
-    return calls
-
-
-def test_init_is_called_once_for_each_module_with_tensors_children_first(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(called_with, MIXED))),
+        "\n".join(calls),
         """\
 embed
 blocks.0.attention.out_proj
@@ -568,8 +560,9 @@ WRITES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-def refused_from_the_root(how: str) -> Any:
-    """The first call wants to initialise everything, as torchtitan's `init_weights`."""
+@pytest.mark.parametrize("how", WRITES)
+@on_ranks(2)
+def test_an_init_of_everything_at_once_is_refused_by_name_however_it_writes(how: str) -> None:
     model = shard_tower(on_meta(PairTower))
 
     def init(module: nn.Module) -> None:
@@ -580,12 +573,6 @@ def refused_from_the_root(how: str) -> Any:
     before = model.outlet.weight
     text = refusal(materialize, model, init)
     assert model.outlet.weight is before
-    return text
-
-
-@pytest.mark.parametrize("how", WRITES)
-def test_an_init_of_everything_at_once_is_refused_by_name_however_it_writes(world2: World, how: str) -> None:
-    text = alike(world2.run(refused_from_the_root, how))
     assert text.startswith("RuntimeError: materialize: ")
     assert "outlet.weight" in text
     if how == "a function of torch.nn.init":
@@ -725,7 +712,8 @@ use load_full_state_dict.""",
     )
 
 
-def refusals_of_arguments() -> list[str]:
+@on_ranks(1)
+def test_wrong_arguments_and_moments_are_refused() -> None:
     model = fully_shard(nn.Sequential(on_meta(Wide)))
     found = [
         refusal(materialize, model, 3),
@@ -740,12 +728,8 @@ def refusals_of_arguments() -> list[str]:
 
     model[0].register_forward_hook(inside)
     model(torch.zeros(1, 8))
-    return found
-
-
-def test_wrong_arguments_and_moments_are_refused(world1: World) -> None:
     assert_expected_inline(
-        "\n".join(map(wrapped, world1.run(refusals_of_arguments)[0])),
+        "\n".join(map(wrapped, found)),
         """\
 TypeError: materialize: init_fn is 3, an int; pass a function of a
 module.
@@ -779,23 +763,3 @@ def test_an_init_may_write_in_place_without_a_word_about_gradients() -> None:
     assert seen == [False]
     assert model.weight.full_tensor().eq(1).all()
     assert not model.weight.is_inference()
-
-
-def wrong_on_one_rank() -> list[str]:
-    with torch.device("meta"):
-        model = fully_shard(nn.Linear(3, 2))
-    told = [refusal(materialize, model, 3 if dist.get_rank() else None)]
-    told.append(refusal(materialize, model, device="meta" if dist.get_rank() else None))
-    materialize(model)
-    return told
-
-
-def test_what_one_rank_is_refused_all_are(world2: World) -> None:
-    assert_expected_inline(
-        "\n".join(map(wrapped, alike(world2.run(wrong_on_one_rank)))),
-        """\
-TypeError: rank 1: materialize: init_fn is 3, an int; pass a function
-of a module.
-ValueError: rank 1: materialize: device is 'meta', where nothing has
-values. Pass 'cpu', or None.""",
-    )

@@ -47,7 +47,6 @@ def read_all(folder: Path) -> dict[str, Tensor]:
 
 
 def written(way: Way, folder: str, max_shard_bytes: int) -> list[str]:
-    """Save; the names of the files that this rank wrote."""
     import safetensors.torch
 
     with mock.patch.object(safetensors.torch, "save_file", wraps=save_file) as saved:
@@ -182,7 +181,9 @@ def test_a_failure_while_files_get_their_names_leaves_none(world2: World, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def refused_to_save(folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = Way(2, build="odd").model()
     told = [
         refusal(save_safetensors, model, folder, max_shard_bytes=0),
@@ -194,12 +195,8 @@ def refused_to_save(folder: str) -> list[str]:
     (Path(folder) / "incomplete").mkdir(exist_ok=True)
     (Path(folder) / "incomplete" / INDEX).write_text("{}")  # without its files
     told += [refusal(save_safetensors, model, each) for each in (folder, f"{folder}/incomplete")]
-    return [text.replace(folder, "FOLDER") for text in told]
-
-
-def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(refused_to_save, str(tmp_path)))),
+        "\n".join([text.replace(folder, "FOLDER") for text in told]),
         """\
 ValueError: save_safetensors: max_shard_bytes is 0; pass a number of bytes above 0.
 ValueError: save_safetensors: dtype is torch.int8; pass a floating-point dtype, or None.

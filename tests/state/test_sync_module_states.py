@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import alike, assert_equal
+from comparing import assert_equal
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
@@ -102,7 +102,13 @@ def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere() -> None:
 # --- after sharding -------------------------------------------------------------------------------
 
 
-def spread_by_plan(plan: Plan, src: int) -> list[Any]:
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("plan", "world"), [(plan, plan.ranks) for plan in ALWAYS], indirect=["world"], ids=str
+)
+@on_ranks()
+def test_shards_come_from_the_replica_of_the_source(plan: Plan) -> None:
+    src = plan.ranks - 1
     model = plan.shard(built(dist.get_rank()))
     mesh = plan.layout.mesh()
     before = {n: t.to_local().clone() for n, t in model.named_parameters()}
@@ -112,7 +118,6 @@ def spread_by_plan(plan: Plan, src: int) -> list[Any]:
     check_replicas(model)
     where = {r: tuple((mesh.mesh == r).nonzero()[0].tolist()) for r in range(plan.ranks)}
     own = where[dist.get_rank()]
-    differing = []
     for name, param in model.named_parameters():
         # Of a scalar all ranks hold the same; of others, those that differ in a replicated dim.
         place = tuple(
@@ -120,20 +125,8 @@ def spread_by_plan(plan: Plan, src: int) -> list[Any]:
             for dim, placement in enumerate(param.placements)
         )
         source = next(rank for rank, coordinate in where.items() if coordinate == place)
-        if not torch.equal(param.to_local(), theirs[source][name]):
-            differing.append(name)
-    return [differing, dict(model.named_buffers())]
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("plan", "world"), [(plan, plan.ranks) for plan in ALWAYS], indirect=["world"], ids=str
-)
-def test_shards_come_from_the_replica_of_the_source(world: World, plan: Plan) -> None:
-    src = plan.ranks - 1
-    for differing, buffers in world.run(spread_by_plan, plan, src):
-        assert differing == []
-        assert_equal(buffers, dict(built(src).named_buffers()))
+        assert torch.equal(param.to_local(), theirs[source][name]), name
+    assert_equal(dict(model.named_buffers()), dict(built(src).named_buffers()))
 
 
 @on_ranks(2)
@@ -251,19 +244,16 @@ def test_shards_that_nobody_else_has_must_be_there() -> None:
     assert "blocks.0" in told
 
 
-def other_models() -> list[str]:
+@on_ranks(2)
+def test_what_one_rank_is_refused_all_are() -> None:
     one = nn.Linear(2, 2 + dist.get_rank())
     seeded = [
         refusal(sync_module_states, one),
         refusal(sync_module_states, nn.Linear(2, 2), src=dist.get_rank() or "0"),
     ]
     sync_module_states(nn.Linear(2, 2))
-    return seeded
-
-
-def test_what_one_rank_is_refused_all_are(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(map(wrapped, alike(world2.run(other_models)))),
+        "\n".join(map(wrapped, seeded)),
         """\
 RuntimeError: rank 1: sync_module_states: this rank (1) has 2 tensors,
 and rank 0 2; they differ in shape or dtype at: weight, bias. Build

@@ -17,7 +17,7 @@ from comparing import alike, assert_all_same, assert_equal
 from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
-from meshed import Asks, Layout, gradients_of, parameters_of, refusal, tensors_of, whole
+from meshed import Layout, assert_refused_in_a_pass, gradients_of, parameters_of, refusal, tensors_of, whole
 from models import built, even_tower, language_model, odd_model, random_batch, uneven_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
@@ -41,8 +41,6 @@ ZERO3 = Plan("zero3", 2)
 
 
 class Tied(nn.Module):
-    """One weight in the root and in a block, one in two places of a block, and a scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tower = uneven_tower()
@@ -56,8 +54,6 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM keeps a list of its own weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
@@ -78,7 +74,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def opened(model: nn.Module, plan: Plan | None, **options: Any) -> Any:
-    """`unsharded` where the model is sharded."""
     return nullcontext() if plan is None else shardwise.unsharded(model, **options)
 
 
@@ -188,8 +183,18 @@ def test_rank0_only_fills_the_first_rank_alone_gradients_too(
     assert all(other == (True, {}) for other in others)
 
 
-def tensor_parallel_seen(writes: bool) -> tuple[list[str], dict[str, Any]]:
+@pytest.mark.parametrize("writes", [True, False])
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_dtensors_on_their_own_mesh(writes: bool) -> None:
     """A mesh of data and tensor parallel: what was a DTensor before fully_shard is the same again."""
+    plain = built(even_tower)
+    plain_optimizer = adamw(plain)
+    for number in range(2):
+        step(plain, plain_optimizer, None, number, 8)
+        with torch.no_grad():
+            for plain_param in plain.parameters():
+                plain_param.mul_(0.9 if writes else 1.0)
+    want = tensors_of(plain)
     layout = Layout((2, 2), ("dp", "tp"), ("dp",))
     model = built(even_tower)
     for block in model.blocks:
@@ -199,7 +204,6 @@ def tensor_parallel_seen(writes: bool) -> tuple[list[str], dict[str, Any]]:
     shardwise.shard_model(model, strategy="zero3", mesh=layout.mesh()["dp"])
     kept = list(model.parameters())
     optimizer = adamw(model)
-    errors = []
     for index in range(2):
         optimizer.zero_grad()
         inputs = random_batch(index, 12)[layout.seat()[0] * 6 :][:6]
@@ -207,33 +211,15 @@ def tensor_parallel_seen(writes: bool) -> tuple[list[str], dict[str, Any]]:
         optimizer.step()
         with shardwise.unsharded(model, writeback=writes):
             for name, param in model.named_parameters():
-                if isinstance(param, DTensor) is not (name in placed):
-                    errors.append(f"{name} is {type(param)}")
-                if isinstance(param, DTensor) and param.placements != placed[name]:
-                    errors.append(f"{name} has placements {param.placements}")
-                if isinstance(param, DTensor) and param.device_mesh != layout.mesh()["tp"]:
-                    errors.append(f"{name} lies on {param.device_mesh}")
+                assert isinstance(param, DTensor) is (name in placed), name
+                if isinstance(param, DTensor):
+                    assert param.placements == placed[name], name
+                    assert param.device_mesh == layout.mesh()["tp"], name
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.9)
-    if any(now is not before for now, before in zip(model.parameters(), kept, strict=True)):
-        errors.append("other parameters than before")
-    return errors, tensors_of(model)
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_tensor_parallel_parameters_are_dtensors_on_their_own_mesh(world4: World, writes: bool) -> None:
-    model = built(even_tower)
-    optimizer = adamw(model)
-    for index in range(2):
-        step(model, optimizer, None, index, 8)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.9 if writes else 1.0)
-    want = tensors_of(model)
-    for errors, found in world4.run(tensor_parallel_seen, writes):
-        assert errors == []
-        assert_all_same([found], want)
+    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
+    assert_equal(tensors_of(model), want, atol=1e-10)
 
 
 # --- edits ----------------------------------------------------------------------------------------
@@ -267,7 +253,6 @@ def by_new_data_laid_out_otherwise(model: nn.Module) -> None:
 
 
 def by_new_parameters(model: nn.Module) -> None:
-    """Of a single place each; the tied ones are changed in place."""
     seen: dict[int, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -776,28 +761,10 @@ def test_another_model_may_train_meanwhile(side: Side) -> None:
         side.steps(second, adamw(second), [0], width=7)
 
 
-def asked_inside(when: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    found = []
-    for is_asking in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(Asks(shardwise.unsharded), nn.Tanh())
-        for each in (model[0], model):
-            fully_shard(each)
-        model[0].when = when if is_asking else ""
-        for microbatch in range(2):
-            model(random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
-        found.append((model[0].message, gradients_of(model)))
-    return found[0][0], found[0][1], found[1][1]
-
-
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_it_is_refused_inside_a_running_pass(world2: World, when: str) -> None:
-    for message, got, want in world2.run(asked_inside, when):
-        assert message.startswith("RuntimeError: ")
-        assert "unsharded" in message
-        assert when in message
-        assert "0" in message
-        assert_all_same([got], want)
+@on_ranks(2)
+def test_it_is_refused_inside_a_running_pass(when: str) -> None:
+    assert_refused_in_a_pass(shardwise.unsharded, when, "unsharded", "0", of_root=False)
 
 
 class Halves(torch.Tensor):
@@ -936,7 +903,8 @@ def test_src_rank_gives_its_changes_to_all_ranks(world: World, plan: Plan, edit:
     assert_all_same([found for _, found in other], plainly_edited(None), atol=0.0)
 
 
-def refusals_of_src_rank() -> list[str]:
+@on_ranks(2)
+def test_what_src_rank_cannot_do_is_refused_on_all_ranks() -> None:
     model = ZERO3.shard(built(uneven_tower))
 
     def summon(**options: Any) -> Callable[[], None]:
@@ -958,12 +926,8 @@ def refusals_of_src_rank() -> list[str]:
         summon(src_rank=dist.get_rank()),
         remove,
     ]
-    return [refusal(act) for act in acts]
-
-
-def test_what_src_rank_cannot_do_is_refused_on_all_ranks(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(refusals_of_src_rank))),
+        "\n".join([refusal(act) for act in acts]),
         """\
 TypeError: unsharded: src_rank is True, a bool; pass a global rank, or None.
 ValueError: unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads left out.

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from failure_models import Failure, PartlyUsed
 from harness import World
-from meshed import refusal
+from meshed import outcome, refusal
 from models import WIDTH, built, even_tower, odd_model, random_batch, uneven_tower
+from on_ranks import on_ranks
 from reference import adamw, full, mean_of_squares
 from refusals import assert_says, sharded_tower
 from scenario import Side, assert_same, one_thread, same_as_plain
@@ -46,16 +47,12 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 # --- what it sends --------------------------------------------------------------------------------
 
 
-def sent_of_plain_tensors() -> int:
+@on_ranks(2)
+def test_the_bytes_counted_are_those_that_are_sent() -> None:
     counts: list[int] = []
     with counting_bytes(counts):
         dist.all_to_all_single(torch.empty(2 * 50_000), torch.ones(2 * 50_000))
-    return counts[0]
-
-
-def test_the_bytes_counted_are_those_that_are_sent(world2: World) -> None:
-    for sent in world2.run(sent_of_plain_tensors):
-        assert 200_000 <= sent <= 202_000
+    assert 200_000 <= counts[0] <= 202_000
 
 
 # --- hooks as they are written for FSDP1 ----------------------------------------------------------
@@ -122,8 +119,6 @@ def either(state: State, grad: Tensor, output: Tensor | None = None) -> None:
 
 
 class Callable_:
-    """An object that can be called, and a method that can."""
-
     def __call__(self, state: State, grad: Tensor, output: Tensor | None = None, *rest: Any) -> None:
         either(state, grad, output)
 
@@ -136,7 +131,6 @@ def fitting(strategy: str) -> Callable[..., None]:
 
 
 def hooked(model: nn.Module, strategy: str, hook: Any = None, is_sharded: bool = True, **options: Any) -> Any:
-    """Shard and hook `model`; the state of the hook, to which nothing happens if it is not to be sharded."""
     if not is_sharded:
         return State(None)
     state = State(shard_as(model, strategy, **options))
@@ -188,7 +182,6 @@ def test_a_hook_for_both_kinds_serves_a_model_of_mixed_strategies(side: Side) ->
 
 @same_as_plain(2)
 def test_parts_of_a_model_may_have_hooks_of_their_own(side: Side) -> None:
-    """Each block has another hook, the root none."""
     model = built(even_tower)
     states = []
     if side.is_sharded:
@@ -217,8 +210,6 @@ class Given(nn.Module):
 
 
 class Around(nn.Module):
-    """Has no parameters of its own."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -228,7 +219,6 @@ class Around(nn.Module):
 
 
 def given(strategy: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """A sharded model whose gradients are given, and the process group for its hook."""
     model = Around(Given(*shapes, dtype=dtype))
     return model, shard_as(model, strategy, wrap=Given)
 
@@ -268,7 +258,9 @@ def test_chunk_r_of_what_a_hook_gets_is_what_rank_r_keeps(side: Side, strategy: 
     assert not side.is_sharded or len(state.calls) >= 6, "the hook was not called"
 
 
-def squares_of_gradients(strategy: str) -> tuple[list[float], list[float]]:
+@seats((3, "zero3"), (2, "ddp"))
+@on_ranks()
+def test_a_hook_gets_each_number_once_and_zeros_between_them(strategy: str) -> None:
     model = built(uneven_tower)
     plain = copy.deepcopy(model)
     state = hooked(model, strategy)
@@ -277,13 +269,7 @@ def squares_of_gradients(strategy: str) -> tuple[list[float], list[float]]:
         mean_of_squares(each, batch).backward()
     own = [sum(p.grad.pow(2).sum().item() for p in block.parameters()) for block in plain.blocks]
     rest = sum(p.grad.pow(2).sum().item() for p in plain.parameters()) - sum(own)
-    return sorted(state.taken("squares")), sorted([*own, rest])
-
-
-@seats((3, "zero3"), (2, "ddp"))
-def test_a_hook_gets_each_number_once_and_zeros_between_them(world: World, strategy: str) -> None:
-    for seen, expected in world.run(squares_of_gradients, strategy):
-        assert seen == pytest.approx(expected, abs=1e-12)
+    assert sorted(state.taken("squares")) == pytest.approx(sorted([*own, rest]), abs=1e-12)
 
 
 class TwoKinds(nn.Module):
@@ -642,18 +628,15 @@ def test_quantized_small_numbers_do_not_suffer_from_large_ones_far_away(world: W
             assert error[start : start + 1000].max() <= largest * 1.01
 
 
-def feedback_after_a_cast() -> bool:
+@on_ranks(2)
+def test_error_feedback_begins_anew_where_numbers_lie_elsewhere() -> None:
     model = fully_shard(nn.Linear(6, 6), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     register_comm_hook(model, None, QuantizedReduction(block_size=64))
     model(torch.ones(4, 6)).sum().backward()
     model.zero_grad()
     model.to(torch.bfloat16)
     model(torch.ones(4, 6, dtype=torch.bfloat16)).sum().backward()
-    return torch.equal(full(model.bias.grad), torch.full((6,), 4.0, dtype=torch.bfloat16))
-
-
-def test_error_feedback_begins_anew_where_numbers_lie_elsewhere(world2: World) -> None:
-    assert world2.run(feedback_after_a_cast) == [True, True]
+    assert torch.equal(full(model.bias.grad), torch.full((6,), 4.0, dtype=torch.bfloat16))
 
 
 @seats((3, "zero3"), (2, "ddp"))
@@ -872,11 +855,7 @@ def refused(strategy: str, state: Any, hook: Any, overrides: Any = None) -> tupl
     """What the caller is told; whether a right hook is accepted after that and trains."""
     model = built(even_tower)
     pg = shard_as(model, strategy, overrides=overrides)
-    try:
-        register_comm_hook(model, state, hook)
-        text = "accepted"
-    except (TypeError, ValueError, RuntimeError) as error:
-        text = f"{type(error).__name__}: {error}"
+    text = outcome(register_comm_hook, model, state, hook)
     right = State(pg)
     register_comm_hook(model, right, either)
     mean_of_squares(model, random_batch(0, 4)).backward()
@@ -913,40 +892,22 @@ def test_what_is_no_fitting_hook_is_refused_by_name_and_leaves_none_behind(world
     assert_says(text, *words)
 
 
-def divided_already() -> str:
+@on_ranks(2)
+def test_a_hook_that_divides_itself_is_refused_where_a_factor_is_set() -> None:
     model = built(even_tower)
     state = State(shard_as(model, "zero3"))
     model.set_gradient_divide_factor(8.0)
     text = refusal(register_comm_hook, model, state, scatters)
     register_comm_hook(model, None, HALF)  # divides as usual
-    return text
+    assert_says(text, "register_comm_hook: ", "Tower", "set_gradient_divide_factor")
 
 
-def test_a_hook_that_divides_itself_is_refused_where_a_factor_is_set(world2: World) -> None:
-    for text in world2.run(divided_already):
-        assert_says(text, "register_comm_hook: ", "Tower", "set_gradient_divide_factor")
-
-
-def complex_weights() -> list[str]:
+@on_ranks(2)
+def test_complex_gradients_are_not_sent_as_real_ones() -> None:
     model = fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
-    return [refusal(register_comm_hook, model, None, hook) for hook in (HALF, INT8)]
-
-
-def test_complex_gradients_are_not_sent_as_real_ones(world2: World) -> None:
-    for texts in world2.run(complex_weights):
-        for text in texts:
-            assert "register_comm_hook: weight, bias are complex" in text
-
-
-def register_twice(first_on: str, second_on: str, hook: Any) -> tuple[str, int, int]:
-    model = built(even_tower)
-    pg = shard_as(model, "zero3")
-    first, second = State(pg), State(pg)
-    register_comm_hook(model.get_submodule(first_on), first, scatters)
-    with pytest.raises(RuntimeError) as caught:
-        register_comm_hook(model.get_submodule(second_on), None if hook else second, hook or scatters)
-    mean_of_squares(model, random_batch(0, 4)).backward()
-    return str(caught.value), len(first.calls), len(second.calls)
+    texts = [refusal(register_comm_hook, model, None, hook) for hook in (HALF, INT8)]
+    for text in texts:
+        assert "register_comm_hook: weight, bias are complex" in text
 
 
 @pytest.mark.parametrize(
@@ -958,15 +919,23 @@ def register_twice(first_on: str, second_on: str, hook: Any) -> tuple[str, int, 
         ("", "blocks.1", 4, HALF),
     ],
 )
+@on_ranks(2)
 def test_a_second_hook_is_refused_and_the_first_stays(
-    world2: World, first_on: str, second_on: str, calls: int, hook: Any
+    first_on: str, second_on: str, calls: int, hook: Any
 ) -> None:
-    for text, first, second in world2.run(register_twice, first_on, second_on, hook):
-        assert_says(text, "register_comm_hook: ", first_on)
-        assert (first, second) == (calls, 0)
+    model = built(even_tower)
+    pg = shard_as(model, "zero3")
+    first, second = State(pg), State(pg)
+    register_comm_hook(model.get_submodule(first_on), first, scatters)
+    with pytest.raises(RuntimeError) as caught:
+        register_comm_hook(model.get_submodule(second_on), None if hook else second, hook or scatters)
+    mean_of_squares(model, random_batch(0, 4)).backward()
+    assert_says(str(caught.value), "register_comm_hook: ", first_on)
+    assert (len(first.calls), len(second.calls)) == (calls, 0)
 
 
-def register_while_gradients_wait() -> tuple[str, int]:
+@on_ranks(2)
+def test_no_hook_is_registered_while_gradients_wait() -> None:
     model = built(even_tower)
     state = State(shard_as(model, "zero3"))
     with no_sync(model):
@@ -977,13 +946,9 @@ def register_while_gradients_wait() -> tuple[str, int]:
     assert not state.calls
     register_comm_hook(model, state, scatters)
     mean_of_squares(model, random_batch(1, 4)).backward()
-    return str(caught.value), len(state.calls)
-
-
-def test_no_hook_is_registered_while_gradients_wait(world2: World) -> None:
-    for text, calls in world2.run(register_while_gradients_wait):
-        assert_says(text, "register_comm_hook: ", "Tower", "wait")
-        assert calls == 4
+    calls = len(state.calls)
+    assert_says(str(caught.value), "register_comm_hook: ", "Tower", "wait")
+    assert calls == 4
 
 
 @pytest.mark.parametrize(

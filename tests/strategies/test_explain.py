@@ -24,7 +24,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def text_of(build: Callable[..., nn.Module], *args: Any) -> str:
-    """Runs on every rank."""
     return explain(build(*args))
 
 
@@ -35,7 +34,6 @@ def same(world: World, build: Callable[..., nn.Module], *args: Any) -> str:
 
 
 def rows_of(world: World, build: Callable[..., nn.Module], *args: Any) -> str:
-    """The table without its header and rules."""
     _, *found = same(world, build, *args).splitlines()
     return "\n".join(line for line in found if not line.startswith("---"))
 

@@ -1,10 +1,10 @@
 """shard_model: a strategy by name. All of them train alike; they differ in what travels and what is held.
 
-Training equals plain training on the global batch in float64 to 1e-10. Bytes on the wire and in memory are
+Bytes on the wire and in memory are
 weighed by means that ask nothing of the library (strategies.py) and compared with the formulas of the ZeRO
 paper (Rajbhandari et al. 2020, sections 5 and 7): for psi parameters on N ranks
 
-    strategy   parameters   gradients   Adam   travels a step and rank
+strategy   parameters   gradients   Adam   travels a step and rank
     ddp            4            4         8    2 psi (N - 1) / N
     zero1          4            4        8/N   2
     zero2          4           4/N       8/N   2
@@ -36,21 +36,13 @@ from models import (
     odd_model,
     random_batch,
     token_batch,
+    uneven_batch,
     uneven_tower,
 )
+from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import differences, portrait
-from strategies import (
-    FLAT,
-    HYBRID,
-    STRATEGIES,
-    Plan,
-    Wire,
-    groups_of,
-    live_bytes,
-    plainly,
-    rows,
-)
+from strategies import FLAT, HYBRID, STRATEGIES, Plan, Wire, groups_of, live_bytes, plainly, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -70,7 +62,6 @@ from shardwise import (
 
 
 def on(*plans: Plan, slowly: tuple[Plan, ...] = ()) -> pytest.MarkDecorator:
-    """On the world of each plan; ``slowly``: what is marked slow."""
     cases = [pytest.param(plan, plan.ranks) for plan in plans]
     cases += [pytest.param(plan, plan.ranks, marks=pytest.mark.slow) for plan in slowly]
     return pytest.mark.parametrize(("plan", "world"), cases, indirect=["world"], ids=str)
@@ -92,10 +83,6 @@ def tied_text_model() -> nn.Module:
     model.blocks[0].qkv.requires_grad_(False)
     model.blocks[1].norm_1.weight.requires_grad_(False)
     return model
-
-
-def uneven_batch(seed: int, size: int) -> Tensor:
-    return random_batch(seed, size, 7)
 
 
 MODELS: dict[str, tuple[Any, Any, Any]] = {
@@ -195,16 +182,16 @@ def test_weights_that_change_are_unsharded_anew_whatever_is_kept(world: World, p
     assert_all_same(world.run(edited, plan), plainly(edited))
 
 
-def loaded_whole(plan: Plan) -> dict[str, Any]:
-    """A full state dict, as plain PyTorch saves it, is loaded as it is."""
+@on(Plan("ddp", 2), Plan("zero3", 3), Plan("hybrid", 4, 2))
+@on_ranks()
+def test_a_plain_checkpoint_is_loaded_over_shards_replicas_and_both(plan: Plan) -> None:
     model = plan.shard(uneven_tower().double())
     model.load_state_dict(built(uneven_tower).state_dict())
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
-@on(Plan("ddp", 2), Plan("zero3", 3), Plan("hybrid", 4, 2))
-def test_a_plain_checkpoint_is_loaded_over_shards_replicas_and_both(world: World, plan: Plan) -> None:
-    assert_all_same(world.run(loaded_whole, plan), built(uneven_tower).state_dict(), atol=0.0)
+    assert_all_same(
+        [{name: whole(value) for name, value in model.state_dict().items()}],
+        built(uneven_tower).state_dict(),
+        atol=0.0,
+    )
 
 
 # --- what travels ---------------------------------------------------------------------------------
@@ -290,9 +277,10 @@ def test_only_what_is_kept_needs_an_agreement(world2: World) -> None:
             assert found == want, strategy
 
 
-def unshards_of(strategy: str) -> list[list[str]]:
+@on_ranks(2)
+def test_zero1_unshards_once_for_all_forwards_between_two_steps() -> None:
     """What is unsharded in each of five forwards: two microbatches, a step, two more, an evaluation."""
-    model = Plan(strategy, 2).shard(Squares())
+    model = Plan("zero1", 2).shard(Squares())
     optimizer = adamw(model)
     found: list[list[str]] = []
     events = events_of(model)
@@ -306,14 +294,9 @@ def unshards_of(strategy: str) -> list[list[str]]:
             optimizer.zero_grad()
         found.append([event.split()[1] for event in events if event.startswith("unshard")])
         events.clear()
-    return found
-
-
-def test_zero1_unshards_once_for_all_forwards_between_two_steps(world2: World) -> None:
-    for found in world2.run(unshards_of, "zero1"):
-        everything = sorted(found[0])
-        assert len(everything) == len(set(everything)) == 4
-        assert [sorted(each) for each in found] == [everything, [], everything, [], []]
+    everything = sorted(found[0])
+    assert len(everything) == len(set(everything)) == 4
+    assert [sorted(each) for each in found] == [everything, [], everything, [], []]
 
 
 # --- what is held ---------------------------------------------------------------------------------
@@ -408,8 +391,16 @@ def test_as_much_is_held_as_the_formulas_say(world: World, plan: Plan) -> None:
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-def default_meshes(local: str | None) -> dict[str, Any]:
-    """What mesh and which ranks each strategy takes when it is told nothing: hybrids, but of the host."""
+@pytest.mark.parametrize(
+    "local", [None, "2", *(pytest.param(local, marks=pytest.mark.slow) for local in ("1", "4"))]
+)
+@on_ranks(4)
+def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host(
+    local: str | None,
+) -> None:
+    plain = built(even_tower)
+    mean_of_squares(plain, random_batch(0, 12)).backward()
+    hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
     found: dict[str, Any] = {}
     with mock.patch.dict(os.environ):
         os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -424,31 +415,24 @@ def default_meshes(local: str | None) -> dict[str, Any]:
             for param in model.parameters():
                 assert getattr(param.grad, "placements", None) == getattr(param, "placements", None)
             found[f"gradient under {strategy}"] = whole(weight.grad)
-    return found
+    if local is None:
+        assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
+        assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
+    else:
+        want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
+        assert all(found[strategy] == want for strategy in HYBRID)
+    for name, value in found.items():
+        if "gradient" in name:
+            torch.testing.assert_close(value, plain.blocks[0].up.weight.grad, rtol=0.0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "local", [None, "2", *(pytest.param(local, marks=pytest.mark.slow) for local in ("1", "4"))]
-)
-def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host(
-    world4: World, local: str | None
-) -> None:
-    model = built(even_tower)
-    mean_of_squares(model, random_batch(0, 12)).backward()
-    hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
-    for found in world4.run(default_meshes, local):
-        if local is None:
-            assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
-            assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
-        else:
-            want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
-            assert all(found[strategy] == want for strategy in HYBRID)
-        for name, value in found.items():
-            if "gradient" in name:
-                torch.testing.assert_close(value, model.blocks[0].up.weight.grad, rtol=0.0, atol=1e-10)
-
-
-def policies_by_name() -> list[tuple[Any, Any]]:
+@on_ranks(2)
+def test_policies_by_name() -> None:
+    bf16, fp16 = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+    offloaded = CPUOffloadPolicy()
     with mock.patch("shardwise.strategies.shard_model.fully_shard", wraps=fully_shard) as call:
         shard_model(
             built(even_tower),
@@ -459,17 +443,8 @@ def policies_by_name() -> list[tuple[Any, Any]]:
                 "blocks.1": {"mp_policy": "fp32"},
             },
         )
-    return [(each.kwargs["mp_policy"], each.kwargs["offload_policy"]) for each in call.call_args_list]
-
-
-def test_policies_by_name(world2: World) -> None:
-    bf16, fp16 = (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for dtype in (torch.bfloat16, torch.float16)
-    )
-    offloaded = CPUOffloadPolicy()
-    for found in world2.run(policies_by_name):
-        assert found == [(fp16, None), (None, offloaded), (bf16, offloaded), (bf16, offloaded)]
+    found = [(each.kwargs["mp_policy"], each.kwargs["offload_policy"]) for each in call.call_args_list]
+    assert found == [(fp16, None), (None, offloaded), (bf16, offloaded), (bf16, offloaded)]
 
 
 def tensor_parallel(strategy: str | None) -> dict[str, Any]:
@@ -500,15 +475,6 @@ def test_a_slice_of_a_mesh_leaves_tensor_parallelism_as_it_is(world4: World, str
     assert_all_same(world4.run(tensor_parallel, strategy), plainly(tensor_parallel))
 
 
-def by_roles(strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None) -> dict[str, Any]:
-    """Meshes without names, and dimensions by name."""
-    shape = (2, 2) if dims or strategy in HYBRID else (4,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
-    model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
-    return {**gradients(Plan("zero3", 4), model), "rows": len(model.inlet.weight.to_local())}
-
-
 ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
     ("ddp", {}, None, 7),
     ("zero3", {}, None, 2),
@@ -522,14 +488,17 @@ ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "dims", "names", "rows"), ROLES, ids=str)
+@on_ranks(4)
 def test_meshes_may_have_no_names_or_roles_by_name(
-    world4: World, strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
+    strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
 ) -> None:
     want = gradients(None, built(uneven_tower))
-    for found in world4.run(by_roles, strategy, dims, names):
-        local = found.pop("rows")
-        assert local in (rows, 7 % rows or rows)  # the last ranks have what is left
-        assert_all_same([found], want)
+    shape = (2, 2) if dims or strategy in HYBRID else (4,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
+    model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
+    assert len(model.inlet.weight.to_local()) in (rows, 7 % rows or rows)  # the last ranks have what is left
+    assert_all_same([gradients(Plan("zero3", 4), model)], want)
 
 
 # --- overrides ------------------------------------------------------------------------------------
@@ -563,10 +532,7 @@ def half(dtype: str) -> str:
 OVERRIDES: dict[str, tuple[dict[Any, Any], dict[str, str]]] = {
     "a name": ({"blocks.1": "zero2"}, ZERO3 | {"blocks.1": KEPT}),
     "the root": ({"": "zero1"}, ZERO3 | {"": KEPT_ON}),
-    "a pattern": (
-        {"blocks.[01]": "zero1"},
-        ZERO3 | {"blocks.0": KEPT_ON, "blocks.1": KEPT_ON},
-    ),
+    "a pattern": ({"blocks.[01]": "zero1"}, ZERO3 | {"blocks.0": KEPT_ON, "blocks.1": KEPT_ON}),
     "everything": ({"*": "zero2"}, dict.fromkeys(ZERO3, KEPT)),
     "a class": ({Block: "zero2"}, {**dict.fromkeys(ZERO3, KEPT), "": AS_ROOT}),
     "a dictionary": ({"blocks.2": {"mp_policy": BF16}}, ZERO3 | {"blocks.2": half(FREED)}),
@@ -590,10 +556,7 @@ OVERRIDES: dict[str, tuple[dict[Any, Any], dict[str, str]]] = {
         {"blocks.1": {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}},
         ZERO3,  # its first parameter has one dim: see below
     ),
-    "replicated": (
-        {"blocks.1": "ddp"},
-        ZERO3 | {"blocks.1": "(Replicate(),): freed, float64"},
-    ),
+    "replicated": ({"blocks.1": "ddp"}, ZERO3 | {"blocks.1": "(Replicate(),): freed, float64"}),
 }
 
 
@@ -622,8 +585,8 @@ def test_overrides_apply_to_what_they_name(world2: World, name: str) -> None:
             assert_all_same([tensors], plainly(trained, "uneven", 2, True, False))
 
 
-def other_arguments() -> dict[str, Any]:
-    """Overrides of what a group communicates with, where it is stored, and over which mesh."""
+@on_ranks(4)
+def test_overrides_may_change_mesh_policies_and_storage() -> None:
     mesh = device_mesh((2, 2), ("replicate", "shard"))
     policy = CommPolicy(packing_limit_bytes=7)
     overrides = {
@@ -635,19 +598,10 @@ def other_arguments() -> dict[str, Any]:
     groups = [block._shardwise_state.group for block in model.blocks]
     assert [group.policy is policy for group in groups] == [True, False, False]
     assert [block.up.weight.device_mesh.ndim for block in model.blocks] == [1, 2, 1]
-    return gradients(Plan("zero3", 4), model)
-
-
-def test_overrides_may_change_mesh_policies_and_storage(world4: World) -> None:
-    assert_all_same(world4.run(other_arguments), gradients(None, built(uneven_tower)))
+    assert_all_same([gradients(Plan("zero3", 4), model)], gradients(None, built(uneven_tower)))
 
 
 # --- which modules --------------------------------------------------------------------------------
-
-
-def buckets_of(cap: float | None, overrides: dict[str, Any] | None) -> tuple[list[list[str]], dict[str, Any]]:
-    model = shard_model(built(uneven_tower), bucket_cap_mb=cap, overrides=overrides)
-    return groups_of(model), gradients(TWO_RANKS, model)
 
 
 BLOCK_MB = 8e-6 * (7 + 7 + 7 * 13 + 13 + 13 * 7 + 7)  # of a block of the uneven tower, in float64
@@ -664,16 +618,22 @@ EACH_ALONE = [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
     ],
     ids=["no cap", "room for two", "a byte less", "two are different"],
 )
-def test_neighbours_share_a_group_up_to_the_cap(world2: World, cap: Any, overrides: Any, want: Any) -> None:
+@on_ranks(2)
+def test_neighbours_share_a_group_up_to_the_cap(cap: Any, overrides: Any, want: Any) -> None:
     """Which ones is tested in test_wrap.py."""
     plain = gradients(None, built(uneven_tower))
-    for groups, found in world2.run(buckets_of, cap, overrides):
-        assert groups == want
-        assert_all_same([found], plain)
+    model = shard_model(built(uneven_tower), bucket_cap_mb=cap, overrides=overrides)
+    assert groups_of(model) == want
+    assert_all_same([gradients(TWO_RANKS, model)], plain)
 
 
-def ignoring(trains: bool) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+@pytest.mark.parametrize("trains", [True, False])
+@on_ranks(2)
+def test_ignored_modules_are_left_alone(trains: bool) -> None:
     """The second block is left alone: plain parameters, this rank's own gradients."""
+    plain_model = built(uneven_tower)
+    plain_model.blocks[1].requires_grad_(trains)
+    want = gradients(None, plain_model, microbatches=2)
     model = built(uneven_tower)
     model.blocks[1].requires_grad_(trains)
     with warnings.catch_warnings(record=True) as caught:
@@ -687,38 +647,28 @@ def ignoring(trains: bool) -> tuple[list[str], list[list[str]], dict[str, Any]]:
         if param.grad is not None:
             dist.all_reduce(param.grad)
             param.grad /= 2
-    return [str(each.message) for each in caught], groups_of(model), gradients_of(model)
+    messages = [str(each.message) for each in caught]
+    found = gradients_of(model)
+    assert groups_of(model) == [[""], ["blocks.0"], ["blocks.2"]]
+    assert bool(messages) is trains
+    assert all("blocks.1.norm.weight" in text and "ignored" in text for text in messages)
+    assert_all_same([found], want)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_ignored_modules_are_left_alone(world2: World, trains: bool) -> None:
-    model = built(uneven_tower)
-    model.blocks[1].requires_grad_(trains)
-    want = gradients(None, model, microbatches=2)
-    for messages, groups, found in world2.run(ignoring, trains):
-        assert groups == [[""], ["blocks.0"], ["blocks.2"]]
-        assert bool(messages) is trains
-        assert all("blocks.1.norm.weight" in text and "ignored" in text for text in messages)
-        assert_all_same([found], want)
-
-
-def ignored_inside() -> list[list[str]]:
-    """A part of a block is left alone, and all of what is in it."""
+@on_ranks(2)
+def test_a_part_of_a_block_may_be_ignored() -> None:
     model = built(uneven_tower)
     for block in model.blocks:
         block.up.requires_grad_(False)
     shard_model(model, ignored_modules=(block.up for block in model.blocks))
     assert not any(isinstance(block.up.weight, DTensor) for block in model.blocks)
     assert all(isinstance(block.down.weight, DTensor) for block in model.blocks)
-    return groups_of(model)
+    assert groups_of(model) == [[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
 
 
-def test_a_part_of_a_block_may_be_ignored(world2: World) -> None:
-    assert world2.run(ignored_inside) == [[[""], ["blocks.0"], ["blocks.1"], ["blocks.2"]]] * 2
-
-
-def one_sharded_before(strategy: str, cap: float | None) -> dict[str, Any]:
-    """One block was sharded by hand: it stays as it is."""
+@pytest.mark.parametrize(("strategy", "cap"), [("zero3", None), ("zero1", 25), ("ddp", 25)])
+@on_ranks(2)
+def test_a_module_sharded_before_stays_as_it_is(strategy: str, cap: float | None) -> None:
     model = built(uneven_tower)
     fully_shard(model.blocks[1], reshard_after_forward=False)
     module_state = model.blocks[1]._shardwise_state
@@ -727,12 +677,7 @@ def one_sharded_before(strategy: str, cap: float | None) -> dict[str, Any]:
     assert model.blocks[1]._shardwise_state is module_state
     assert module_state.group.settings.reshard_after_forward is False
     assert all(now is then for now, then in zip(model.blocks[1].parameters(), kept, strict=True))
-    return gradients(TWO_RANKS, model)
-
-
-@pytest.mark.parametrize(("strategy", "cap"), [("zero3", None), ("zero1", 25), ("ddp", 25)])
-def test_a_module_sharded_before_stays_as_it_is(world2: World, strategy: str, cap: float | None) -> None:
-    assert_all_same(world2.run(one_sharded_before, strategy, cap), gradients(None, built(uneven_tower)))
+    assert_all_same([gradients(TWO_RANKS, model)], gradients(None, built(uneven_tower)))
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -813,7 +758,6 @@ def cube() -> Any:
 
 
 def case(*words: str, **options: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What is passed to `shard_model`, and words of what the caller is told."""
     return options, words
 
 
@@ -941,8 +885,8 @@ OTHER_MODELS = {
 CASES = REFUSALS | LATE | OTHER_MODELS
 
 
-def all_refused() -> dict[str, str]:
-    """How each is refused. The model stays as it was and can still be sharded."""
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
     messages = {}
     for name, (options, _) in CASES.items():
         made = {key: value() if callable(value) else value for key, value in options.items()}
@@ -958,18 +902,13 @@ def all_refused() -> dict[str, str]:
         assert not differences(before, portrait(watched)), name
         if name in LATE:
             mean_of_squares(shard_model(model), uneven_batch(0, 3)).backward()
-    return messages
-
-
-def test_what_does_not_fit_is_refused_and_nothing_changes(world4: World) -> None:
-    for messages in world4.run(all_refused):
-        wrong = [
-            f"{name}: no {word!r} in {messages[name]!r}"
-            for name, (_, words) in CASES.items()
-            for word in words
-            if word not in messages[name]
-        ]
-        assert not wrong, "\n".join(wrong)
+    wrong = [
+        f"{name}: no {word!r} in {messages[name]!r}"
+        for name, (_, words) in CASES.items()
+        for word in words
+        if word not in messages[name]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_without_a_process_group_it_is_refused() -> None:

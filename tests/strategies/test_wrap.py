@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from harness import World
 from models import CausalBlock, LanguageModel, Tower
+from on_ranks import on_ranks
 from refusals import assert_says_what_to_do, wrapped
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -37,7 +37,6 @@ def names_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
 
 
 def choice(wrap: Any, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> list[str]:
-    """What `wrap=` chooses, by name."""
     return names_of(model, chosen(as_policy(wrap), model, {id(param) for param in ignored}))
 
 
@@ -45,8 +44,6 @@ def choice(wrap: Any, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) ->
 
 
 class Bag(nn.Module):
-    """Some modules, under names."""
-
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
         for name, module in modules.items():
@@ -187,19 +184,13 @@ def wrapped_by_peer(model: nn.Module, policy: Any, **options: Any) -> set[str] |
     return {names[module] for module in inside if module in managed}
 
 
-def all_wrapped_by_peer(name: str) -> dict[str, set[str]]:
-    """Runs on every rank."""
-    build, policies = MODELS[name]
-    found = {which: wrapped_by_peer(build(), policy) for which, policy in policies.items()}
-    return {which: wrapped for which, wrapped in found.items() if wrapped is not None}
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_recursion_chooses_what_fsdp1_wraps(world2: World, name: str) -> None:
-    peers, *others = world2.run(all_wrapped_by_peer, name)
-    assert others == [peers]
+@on_ranks(2)
+def test_the_recursion_chooses_what_fsdp1_wraps(name: str) -> None:
     build, policies = MODELS[name]
+    found = {which: wrapped_by_peer(build(), policy) for which, policy in policies.items()}
+    peers = {which: wrapped for which, wrapped in found.items() if wrapped is not None}
     for which, peer in peers.items():
         model = build()
         ours = names_of(model, as_policy(policies[which]).choose(model, set()))
@@ -218,8 +209,8 @@ def with_ignored(seed: int) -> tuple[nn.Module, list[nn.Module], int]:
 RANDOM = range(40)
 
 
-def random_trees_wrapped_by_peer() -> list[set[str]]:
-    """Runs on every rank."""
+@on_ranks(2)
+def test_size_with_ignored_modules_chooses_what_fsdp1_wraps() -> None:
     found = []
     for seed in RANDOM:
         model, ignored, limit = with_ignored(seed)
@@ -228,25 +219,19 @@ def random_trees_wrapped_by_peer() -> list[set[str]]:
         assert wrapped is not None
         assert not wrapped & names
         found.append(wrapped)
-    return found
-
-
-def test_size_with_ignored_modules_chooses_what_fsdp1_wraps(world2: World) -> None:
-    peers = world2.run(random_trees_wrapped_by_peer)[0]
-    for seed, peer in zip(RANDOM, peers, strict=True):
+    for seed, peer in zip(RANDOM, found, strict=True):
         model, modules, limit = with_ignored(seed)
         ignored = {id(param) for module in modules for param in module.parameters()}
         for policy in (WrapBySize(limit), as_policy(by_size(limit))):
             assert sorted(names_of(model, policy.choose(model, ignored))) == sorted(peer), (seed, policy)
-    assert sum(map(bool, peers)) > 20
-    assert any("." in name for peer in peers for name in peer)
+    assert sum(map(bool, found)) > 20
+    assert any("." in name for peer in found for name in peer)
 
 
 # --- recursive functions --------------------------------------------------------------------------
 
 
 def asked(model: nn.Module, ignored: Iterable[nn.Parameter] = (), limit: int = 10**9) -> str:
-    """Which questions a recursive function hears."""
     names = {module: name or "model" for name, module in model.named_modules()}
     lines = []
 
@@ -439,15 +424,12 @@ def test_modules_inside_attention_are_never_groups_as_nobody_calls_them() -> Non
     assert choice(L, S(Calls(4, 2))) == ["0.out_proj"]
 
 
-def classes_choose_what_is_sharded_already() -> tuple[list[str], list[str]]:
+@on_ranks(1)
+def test_a_module_that_is_sharded_already_is_still_of_its_class() -> None:
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
     model = Tower()
     fully_shard(model.blocks[1])
-    return choice(type(model.blocks[0]), model), choice(None, model)
-
-
-def test_a_module_that_is_sharded_already_is_still_of_its_class(world1: World) -> None:
-    blocks = ["blocks.0", "blocks.1", "blocks.2"]
-    assert world1.run(classes_choose_what_is_sharded_already) == [(blocks, blocks)]
+    assert (choice(type(model.blocks[0]), model), choice(None, model)) == (blocks, blocks)
 
 
 # --- repeated blocks ------------------------------------------------------------------------------
@@ -514,8 +496,6 @@ def test_other_ranks_do_not_repeat_what_the_first_logs(
 
 
 class Own:
-    """A policy of the caller's own."""
-
     def __init__(self, *result: Any, kind: type = list) -> None:
         self.result = kind(result)
 
@@ -774,7 +754,7 @@ or the module around it.""",
 def test_what_a_policy_of_the_callers_own_returns_is_put_in_order() -> None:
     model = nested()
     assert choice(Own(model[1], model[1][1], model[0], model[0][1], model[1][1][0]), model) == [
-        *("0", "1.1.0", "1.1", "1"),
+        *("0", "1.1.0", "1.1", "1")
     ]
     assert choice(Own(model[1], model[0], kind=set), model) == ["0", "1"]
     assert choice(Own(model[1], model[0], model[1]), model) == ["0", "1"]

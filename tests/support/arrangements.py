@@ -5,6 +5,7 @@ def test_it(way, request):
     world_of(way, request).run(program, way)
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,36 +75,47 @@ class Way:
         return self.spread(model)
 
     def spread(self, model: Any) -> Any:
-        mesh = device_mesh((self.ranks,), ("shard",))
-        if self.kind == "none":
+        kind, mesh = self.kind, device_mesh((self.ranks,), ("shard",))
+        pairs = ((2, self.ranks // 2), ("replicate", "shard"))
+        if kind == "none":
             return model
-        if self.kind in ("ddp", "zero1", "zero2", "zero3"):
-            return shardwise.shard_model(model, strategy=self.kind, mesh=mesh)
-        if self.kind == "columns":
-            options: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.dim() - 1)}
-        elif self.kind == "hybrid":
-            options = {"mesh": device_mesh((2, self.ranks // 2), ("replicate", "shard"))}
-        elif self.kind == "offload":
-            options = {"mesh": mesh, "offload_policy": shardwise.CPUOffloadPolicy()}
-        elif self.kind == "bf16":
-            options = {"mesh": mesh, "mp_policy": shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-        elif self.kind == "tp":
+        if kind in ("ddp", "zero1", "zero2", "zero3"):
+            return shardwise.shard_model(model, strategy=kind, mesh=mesh)
+        if kind == "hybrid_zero2":
+            return shardwise.shard_model(model, strategy=kind, mesh=device_mesh(*pairs))
+        options: dict[str, Any] = {"mesh": device_mesh(*pairs) if kind == "hybrid" else mesh}
+        if kind == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(max(p.dim() - 1, 0))
+        elif kind == "offload":
+            options["offload_policy"] = shardwise.CPUOffloadPolicy()
+        elif kind == "keeps":
+            options["reshard_after_forward"] = False
+        elif kind == "reshards to 2":
+            options["reshard_after_forward"] = 2
+        elif kind == "bf16":
+            options["mp_policy"] = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        elif kind == "tp":
             whole = device_mesh((self.ranks // 2, 2), ("shard", "tp"))
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             for block in model.blocks:
                 parallelize_module(block, whole["tp"], plan)
-            options = {"mesh": whole["shard"]}
-        elif self.kind == "compiled":
+            options["mesh"] = whole["shard"]
+        elif kind == "ignored":
+            options["ignored_params"] = {next(iter(model.blocks[0].parameters()))}
+            warnings.filterwarnings("ignore", message=".*ignored_params contains trainable")
+        elif kind == "compiled":
             for block in model.blocks:
                 block.compile(backend="eager")
-            options = {"mesh": mesh}
-        else:
-            options = {"mesh": mesh}
-        for block in model.blocks:
-            fully_shard(block, **options)
-        if self.kind != "blocks only":
+        if kind == "one list":
+            fully_shard(list(model.blocks), **options)
+        elif kind == "mixed":
+            fully_shard(model.blocks[0], **options, reshard_after_forward=False)
+        elif kind != "root only":
+            for block in model.blocks:
+                fully_shard(block, **options)
+        if kind != "blocks only":
             fully_shard(model, **options)
-        return torch.compile(model, backend="eager") if self.kind == "compiled" else model
+        return torch.compile(model, backend="eager") if kind == "compiled" else model
 
 
 WAYS = [

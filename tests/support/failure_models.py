@@ -1,6 +1,6 @@
 """Models that each do one thing that sharding finds hard (docs/explain/failures.md)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,40 +120,31 @@ def block() -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Inlet, blocks, outlet; how a block's output becomes the next input is for `between` to say."""
+    """Inlet, the blocks that `used` names, outlet; how a block's output becomes the next input says `between`."""
 
     def __init__(self, *makers: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.inlet = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(make() for make in makers)
         self.outlet = nn.Linear(WIDTH, 1)
+        self.used: Sequence[int] = tuple(range(len(makers)))
 
     def between(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
-        for block in self.blocks:
-            x = self.between(block, x)
-        return self.outlet(x)
-
-
-class Branching(nn.Module):
-    """`branches` blocks of which each forward uses those in `used`."""
-
-    def __init__(self, branches: int = 3) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 13) for _ in range(branches))
-        self.outlet = nn.Linear(WIDTH, 1)
-        self.spare = nn.Parameter(torch.ones(3, 5))
-        self.used = tuple(range(branches))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
         for index in self.used:
-            x = self.blocks[index](x)
+            x = self.between(self.blocks[index], x)
         return self.outlet(x)
+
+
+class Branching(Chain):
+    """Of its blocks each forward uses those in `used`; and a parameter that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__(block, block, block)
+        self.spare = nn.Parameter(torch.ones(3, 5))
 
 
 class PartlyUsed(nn.Module):
@@ -190,14 +181,12 @@ class Recursive(nn.Module):
         return y.sum(1, keepdim=True) if depth == 2 else y
 
 
-class Between(nn.Module):
+class Between(Chain):
     """Parameters of the root between its blocks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([block(), block()])
-        self.outlet = nn.Linear(WIDTH, 1)
+        super().__init__(block, block)
+        self.middle = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.middle(self.blocks[0](self.inlet(x))))
@@ -224,14 +213,11 @@ class Constrained(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Twice(nn.Module):
+class Twice(Chain):
     """Uses its weights, and a block of its own, several times in a forward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(WIDTH, 13), Block(WIDTH, 13)])
-        self.outlet = nn.Linear(WIDTH, 1)
+        super().__init__(block, block)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.blocks

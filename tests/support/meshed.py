@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
 from models import random_batch
 from reference import Recipe, Record, full, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import fully_shard
 
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
@@ -107,26 +110,30 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def refusal(act: Any, *args: Any, **kwargs: Any) -> str:
-    """How a call is refused, as 'ValueError: ...'; a call that succeeds is a failure."""
+def outcome(act: Any, *args: Any, **kwargs: Any) -> str:
+    """How a call is refused, as 'ValueError: ...', or that it is accepted."""
     try:
         act(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was refused")
+    return "accepted"
+
+
+def refusal(act: Any, *args: Any, **kwargs: Any) -> str:
+    """The same of a call that must not succeed."""
+    text = outcome(act, *args, **kwargs)
+    assert text != "accepted", "nothing was refused"
+    return text
 
 
 class Asks(nn.Module):
-    """Enters a context from inside its own forward, or from a hook in its backward, as ``when`` says.
-
-    ``about``: the module to enter it for, in a list, which hides it from ``modules()``; by default this one.
-    """
+    """Enters a context from inside its own forward, or from a hook in its backward, as ``when`` says."""
 
     def __init__(self, context: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 1)
         self.context = context
-        self.about: list[nn.Module] = []
+        self.about: list[nn.Module] = []  # the module to enter it for, hidden from ``modules()``
         self.when = self.message = ""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,5 +145,25 @@ class Asks(nn.Module):
         return output
 
     def ask(self, *_: Any) -> None:
-        (about,) = self.about or [self]
-        self.message = refusal(lambda: self.context(about).__enter__())
+        self.message = refusal(lambda: self.context(self.about[0]).__enter__())
+
+
+def assert_refused_in_a_pass(
+    context: Callable[[nn.Module], AbstractContextManager[Any]], when: str, *words: str, of_root: bool
+) -> None:
+    """`context` of the root, or of the module that runs; gradients are those of a model that never asked."""
+    found = []
+    for is_asking in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Asks(context), nn.Tanh())
+        for each in (model[0], model):
+            fully_shard(each)
+        model[0].about = [model if of_root else model[0]]
+        model[0].when = when if is_asking else ""
+        for microbatch in range(2):
+            model(random_batch(microbatch, 2, dtype=torch.float32)).sum().backward()
+        found.append((model[0].message, gradients_of(model)))
+    (message, got), (_, want) = found
+    assert message.startswith("RuntimeError: ")
+    assert all(word in message for word in (when, *words)), message
+    assert_equal(got, want, "gradients", atol=1e-10)

@@ -7,7 +7,7 @@
         assert ...
 
     @pytest.mark.parametrize("way", WAYS, ids=str)
-    @on_ranks()                              # in a world of `way.ranks`
+    @on_ranks()                              # in a world of `way.ranks`; without a way, a mark gives `world`
     def test_it(way):
         ...
 
@@ -26,14 +26,16 @@ Body = Callable[..., None]
 
 def on_ranks(*worlds: int, timeout: float = 60.0) -> Callable[[Body], Body]:
     """Make a body a test, which runs on every rank of each of `worlds`; its parameters are those of the test."""
-    fixture = {0: "request", 1: "".join(f"world{size}" for size in worlds)}.get(len(worlds), "world")
 
     def decorate(body: Body) -> Body:
+        has_way = not worlds and "way" in inspect.signature(body).parameters
+        fixture = "request" if has_way else f"world{worlds[0]}" if len(worlds) == 1 else "world"
+
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
             world = arguments.pop(fixture)
-            if not worlds:
+            if has_way:
                 world = world.getfixturevalue(f"world{arguments['way'].ranks}")
             world.run(run_body, test, arguments, timeout=timeout)
 

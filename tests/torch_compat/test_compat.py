@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,7 +165,8 @@ def test_hooks_of_a_tensor_are_found() -> None:
     assert not gradient_hooks  # the same home: a handle removes for whoever looks there
 
 
-def dtensor_made_cheaply() -> None:
+@on_ranks(2)
+def test_a_dtensor_made_cheaply_is_a_dtensor() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(10.0).view(5, 2)
     spec = dtensor.sharded_spec(mesh, (Shard(0),), whole.shape, whole.dtype)
@@ -183,10 +184,6 @@ def dtensor_made_cheaply() -> None:
     assert (param.shape, param.stride(), param.dtype) == (whole.shape, whole.stride(), whole.dtype)
 
 
-def test_a_dtensor_made_cheaply_is_a_dtensor(world2: World) -> None:
-    world2.run(dtensor_made_cheaply)
-
-
 # --- meshes ---------------------------------------------------------------------------------------
 
 
@@ -194,7 +191,8 @@ def plane() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def split_over_tp_and_then_over_dp() -> None:
+@on_ranks(4)
+def test_a_strided_shard_is_what_later_dimensions_have_split_before() -> None:
     """tp has split 8 rows into halves first; dp then splits each half, but stands first in the mesh."""
     mesh = plane()
     whole = torch.arange(16.0).view(8, 2)
@@ -205,15 +203,12 @@ def split_over_tp_and_then_over_dp() -> None:
     assert [dtensor.is_strided_shard(placement) for placement in placements] == [True, False]
 
 
-def test_a_strided_shard_is_what_later_dimensions_have_split_before(world4: World) -> None:
-    world4.run(split_over_tp_and_then_over_dp)
-
-
-def meshes_from_parts() -> dict[str, Any]:
+@on_ranks(4)
+def test_meshes_are_turned_flattened_and_traced_to_their_root() -> None:
     mesh = plane()
     turned = dtensor.concatenate_meshes([mesh["tp"], mesh["dp"]])
     flat = dtensor.flatten_mesh(mesh)
-    return {
+    facts = {
         "turned": (turned.mesh_dim_names, turned.mesh.tolist()),
         "where this rank is": turned.get_coordinate() == mesh.get_coordinate()[::-1],
         "groups are those of the parts": turned.get_group("tp") is mesh.get_group("tp"),
@@ -223,20 +218,16 @@ def meshes_from_parts() -> dict[str, Any]:
         "root of a root": dtensor.root_mesh(mesh) == mesh,
         "root of a concatenation": dtensor.root_mesh(turned) == mesh,
     }
-
-
-def test_meshes_are_turned_flattened_and_traced_to_their_root(world4: World) -> None:
-    for facts in world4.run(meshes_from_parts):
-        assert facts == {
-            "turned": (("tp", "dp"), [[0, 2], [1, 3]]),
-            "where this rank is": True,
-            "groups are those of the parts": True,
-            "of one": True,
-            "flat": (1, [0, 1, 2, 3], [0, 1, 2, 3]),
-            "root of a slice": True,
-            "root of a root": True,
-            "root of a concatenation": True,
-        }
+    assert facts == {
+        "turned": (("tp", "dp"), [[0, 2], [1, 3]]),
+        "where this rank is": True,
+        "groups are those of the parts": True,
+        "of one": True,
+        "flat": (1, [0, 1, 2, 3], [0, 1, 2, 3]),
+        "root of a slice": True,
+        "root of a root": True,
+        "root of a concatenation": True,
+    }
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -274,8 +265,6 @@ def test_a_parameter_of_a_subclass_is_made_without_its_constructor(requires_grad
 
 
 class Allocating:
-    """A process group as seen by who asks it for memory."""
-
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
@@ -297,11 +286,6 @@ def test_only_a_back_end_that_says_so_can_allocate() -> None:
         assert not c10d.can_allocate(unable, cpu)
 
 
-def gloo_can_allocate() -> bool:
-    assert dist.group.WORLD is not None
-    return c10d.can_allocate(dist.group.WORLD, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("error", "is_of_a_back_end"),
     [
@@ -320,26 +304,24 @@ def test_errors_of_back_ends_are_told_from_others(error: Exception, is_of_a_back
     assert c10d.is_communication_error(error) == is_of_a_back_end
 
 
-def test_gloo_cannot_allocate(world1: World) -> None:
-    assert world1.run(gloo_can_allocate) == [False]
+@on_ranks(1)
+def test_gloo_cannot_allocate() -> None:
+    assert dist.group.WORLD is not None
+    assert not c10d.can_allocate(dist.group.WORLD, torch.device("cpu"))
 
 
-def notes_of_a_pair() -> tuple[list[int], bytes]:
+@on_ranks(3)
+def test_all_ranks_of_the_job_read_one_store_and_a_group_knows_its_members() -> None:
+    note = b"a note of rank 2"
     pair = dist.new_group([1, 2])
     ranks = c10d.ranks_of(pair) if dist.get_rank() in (1, 2) else []
     if dist.get_rank() == 2:
         c10d.job_store().set("tests/test_compat.py", "a note of rank 2")
-    return ranks, c10d.job_store().get("tests/test_compat.py")
-
-
-def test_all_ranks_of_the_job_read_one_store_and_a_group_knows_its_members(world3: World) -> None:
-    note = b"a note of rank 2"
-    assert world3.run(notes_of_a_pair) == [([], note), ([1, 2], note), ([1, 2], note)]
+    assert ranks == ([1, 2] if dist.get_rank() else [])
+    assert c10d.job_store().get("tests/test_compat.py") == note
 
 
 class Recording:
-    """Stands before a module's call."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
 
@@ -385,20 +367,16 @@ def test_what_stands_before_a_call_stays_with_the_original(twin: Any) -> None:
     assert through.calls == 1
 
 
-def devices_and_apis() -> tuple[set[str], str]:
+@on_ranks(1)
+def test_torch_refuses_a_module_that_is_registered_as_sharded() -> None:
     module = nn.Linear(2, 2)
     nn_modules.register_api(module)
     from torch.distributed.fsdp import fully_shard
 
     with pytest.raises((AssertionError, RuntimeError, ValueError)) as refused:
         fully_shard(module)
-    return c10d.group_devices(dist.group.WORLD), type(refused.value).__name__
-
-
-def test_torch_refuses_a_module_that_is_registered_as_sharded(world1: World) -> None:
-    ((devices, refusal),) = world1.run(devices_and_apis)
-    assert "cpu" in devices
-    assert refusal
+    assert "cpu" in c10d.group_devices(dist.group.WORLD)
+    assert type(refused.value).__name__
 
 
 def test_a_parameter_becomes_another_and_keeps_attributes_and_hooks() -> None:
@@ -491,7 +469,8 @@ def test_a_refused_graph_says_why_or_breaks() -> None:
     assert torch.equal(torch.compile(refused, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def complex_views() -> list[bool]:
+@on_ranks(2)
+def test_views_of_complex_dtensors_are_views() -> None:
     dtensor.keep_views_of_complex_sharded()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     are_views = []
@@ -499,9 +478,4 @@ def complex_views() -> list[bool]:
         sharded = distribute_tensor(torch.ones(shape, dtype=torch.complex64), mesh, [Shard(0)])
         torch.view_as_real(sharded).mul_(2)
         are_views.append(torch.equal(sharded.full_tensor(), torch.full(shape, 2 + 0j)))
-    return are_views
-
-
-def test_views_of_complex_dtensors_are_views(world2: World) -> None:
-    for are_views in world2.run(complex_views):
-        assert all(are_views)
+    assert all(are_views)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from models import even_tower, random_batch, shard_tower
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
@@ -118,24 +119,22 @@ ranks [0, 1] connect
     )
 
 
-def purposes_of_what_a_failure_ends() -> list[str]:
-    """What the process groups are for in which waits are ended when another rank fails."""
+@on_ranks(4)
+def test_a_failure_ends_waits_in_all_process_groups_of_a_group() -> None:
     model: Any = even_tower().double()
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     model.set_separate_reduce_scatter_group(True)
     model(random_batch(0, 4))
     (module_state,) = sharded_module_states(model)
     names = [axis.pg.group_name.split("_") for axis in module_state.group.gradients.awaited.axes()]
-    return sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names)
-
-
-def test_a_failure_ends_waits_in_all_process_groups_of_a_group(world4: World) -> None:
-    assert world4.run(purposes_of_what_a_failure_ends) == [["mesh", "part", "reduce"]] * 4
+    assert sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names) == [
+        "mesh",
+        "part",
+        "reduce",
+    ]
 
 
 def bound_device_after_failure() -> bool:
-    """Whether the world is bound as before where a group could not be made."""
-
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no route to host")
 

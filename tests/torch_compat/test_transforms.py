@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import World
+from meshed import refusal
 from models import built, even_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -169,23 +170,16 @@ def test_a_failed_transform_leaves_the_model_usable(side: Side) -> None:
     side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [2])
 
 
-def linearized() -> tuple[str, bool]:
+@on_ranks(2)
+def test_recorded_programs_are_refused_since_their_constants_are_freed() -> None:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(even_tower))
     x = side.inputs(0)
-    try:
-        linearize(model, x)
-    except RuntimeError as error:
-        text = str(error)
+    text = refusal(linearize, model, x)
     mean_of_squares(model, x).backward()
-    return text, all(param.grad is not None for param in model.parameters())
-
-
-def test_recorded_programs_are_refused_since_their_constants_are_freed(world2: World) -> None:
-    for text, trains in world2.run(linearized):
-        assert text == (
-            "Tower: make_fx, which torch.func.linearize uses, records what forward computes, with the full "
-            "parameters as constants. They are freed after forward, so that the program would read memory "
-            "that is gone. Use torch.func.jvp or vjp, which compute anew."
-        )
-        assert trains
+    assert all(param.grad is not None for param in model.parameters())
+    assert text == (
+        "RuntimeError: Tower: make_fx, which torch.func.linearize uses, records what forward computes, with the full "
+        "parameters as constants. They are freed after forward, so that the program would read memory "
+        "that is gone. Use torch.func.jvp or vjp, which compute anew."
+    )

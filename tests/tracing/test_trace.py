@@ -8,6 +8,7 @@ import torch
 from dynamo import forget_graphs
 from harness import World
 from models import SquareBlock, built, random_batch, shard_tower
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from simulated_device import streams_on_the_host
 from torch import Tensor, nn
@@ -131,36 +132,28 @@ def test_a_rank_that_is_alone_sends_nothing(world1: World) -> None:
     assert {(group.unshards, group.reductions) for group in recording.groups} == {(0, 0)}
 
 
-def hybrid() -> Recording:
-    return recorded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+@on_ranks(4)
+def test_shards_with_replicas_are_reduced_twice() -> None:
+    recording = recorded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+    assert_is_a_step(recording)
+    assert_waits_lie_in_transfers(recording)
+    sums = recording.of_row("all-reduce")
+    # Each rank has half a block, and of that it sends and receives half, twice: to sum, and the sums.
+    assert {s.name: s.num_bytes for s in sums} == dict.fromkeys(BLOCKS, BLOCK_BYTES // 2) | {
+        "Model": ROOT_BYTES // 2
+    }
+    assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {BLOCK_BYTES // 2}
 
 
-def replicated() -> Recording:
-    return recorded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
-
-
-def test_shards_with_replicas_are_reduced_twice(world4: World) -> None:
-    for recording in world4.run(hybrid):
-        assert_is_a_step(recording)
-        assert_waits_lie_in_transfers(recording)
-        sums = recording.of_row("all-reduce")
-        # Each rank has half a block, and of that it sends and receives half, twice: to sum, and the sums.
-        assert {s.name: s.num_bytes for s in sums} == dict.fromkeys(BLOCKS, BLOCK_BYTES // 2) | {
-            "Model": ROOT_BYTES // 2
-        }
-        assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {
-            BLOCK_BYTES // 2
-        }
-
-
-def test_replicas_alone_only_all_reduce(world2: World) -> None:
-    for recording in world2.run(replicated):
-        assert_is_a_step(recording)
-        assert {s.name: s.num_bytes for s in recording.of_row("all-reduce")} == dict.fromkeys(
-            BLOCKS, BLOCK_BYTES
-        ) | {"Model": ROOT_BYTES}
-        assert not recording.of_row("all-gather")
-        assert not recording.of_row("reduce-scatter")
+@on_ranks(2)
+def test_replicas_alone_only_all_reduce() -> None:
+    recording = recorded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+    assert_is_a_step(recording)
+    assert {s.name: s.num_bytes for s in recording.of_row("all-reduce")} == dict.fromkeys(
+        BLOCKS, BLOCK_BYTES
+    ) | {"Model": ROOT_BYTES}
+    assert not recording.of_row("all-gather")
+    assert not recording.of_row("reduce-scatter")
 
 
 def held() -> tuple[Recording, int, int]:
@@ -186,7 +179,8 @@ def test_memory_is_that_of_the_snapshots(world2: World) -> None:
         assert [sample.at_ns for sample in samples] == sorted(sample.at_ns for sample in samples)
 
 
-def accumulated() -> list[Recording]:
+@on_ranks(2)
+def test_a_microbatch_without_synchronisation_reduces_nothing() -> None:
     model = build()
     backward(model)
     found = []
@@ -195,14 +189,10 @@ def accumulated() -> list[Recording]:
             model.set_requires_gradient_sync(is_last)
             backward(model)
         found.append(trace.recording)
-    return found
-
-
-def test_a_microbatch_without_synchronisation_reduces_nothing(world2: World) -> None:
-    for first, last in world2.run(accumulated):
-        assert {group.reductions for group in first.groups} == {0}
-        assert not first.of_row("reduce-scatter")
-        assert {group.reductions for group in last.groups} == {1}
+    first, last = found
+    assert {group.reductions for group in first.groups} == {0}
+    assert not first.of_row("reduce-scatter")
+    assert {group.reductions for group in last.groups} == {1}
 
 
 class Checkpointed(Model):
@@ -212,24 +202,20 @@ class Checkpointed(Model):
         return self.outlet(x)
 
 
-def checkpointed() -> Recording:
+@on_ranks(2)
+def test_a_recomputation_is_told_from_the_backward_around_it() -> None:
     model = built(Checkpointed, seed=0)
     shard_tower(model)
     backward(model)
     with shardwise.trace(model) as trace:
         backward(model)
-    return trace.recording
-
-
-def test_a_recomputation_is_told_from_the_backward_around_it(world2: World) -> None:
-    for recording in world2.run(checkpointed):
-        computed = recording.of_row("computation")
-        again = [s.name for s in computed if s.phase == "recomputation"]
-        assert list(dict.fromkeys(again)) == BLOCKS[::-1]
-        assert_disjoint(computed)
-        for name in BLOCKS:
-            (*_, last) = [s for s in computed if s.name == name]
-            assert last.phase == "backward"
+    computed = trace.recording.of_row("computation")
+    again = [s.name for s in computed if s.phase == "recomputation"]
+    assert list(dict.fromkeys(again)) == BLOCKS[::-1]
+    assert_disjoint(computed)
+    for name in BLOCKS:
+        (*_, last) = [s for s in computed if s.name == name]
+        assert last.phase == "backward"
 
 
 def compiled() -> tuple[Recording, Recording]:
@@ -254,7 +240,8 @@ def test_compiled_blocks_are_seen_as_others(world2: World) -> None:
         ]
 
 
-def values() -> tuple[list[Tensor], list[Tensor], list[str]]:
+@on_ranks(2)
+def test_a_trace_changes_no_value_and_leaves_no_thread() -> None:
     found = []
     for traces in (True, False):
         model = build(comm_policy=CommPolicy(prefetch=2))
@@ -266,13 +253,9 @@ def values() -> tuple[list[Tensor], list[Tensor], list[str]]:
             else:
                 step(index)
         found.append([param.full_tensor().detach() for param in model.parameters()])
-    return found[0], found[1], [thread.name for thread in threading.enumerate()]
-
-
-def test_a_trace_changes_no_value_and_leaves_no_thread(world2: World) -> None:
-    for traced, plain, threads in world2.run(values):
-        assert all(map(torch.equal, traced, plain))
-        assert not [name for name in threads if "trace" in name]
+    threads = [thread.name for thread in threading.enumerate()]
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not [name for name in threads if "trace" in name]
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -289,7 +272,8 @@ def state_of(model: nn.Module) -> list[object]:
     ]
 
 
-def failing() -> tuple[list[object], str, bool]:
+@on_ranks(2)
+def test_an_exception_ends_the_trace_and_leaves_the_model_as_it_was() -> None:
     model = build()
     step = training(model)
     step()
@@ -305,55 +289,44 @@ def failing() -> tuple[list[object], str, bool]:
     with shardwise.trace(model) as trace:
         step()
     assert_is_a_step(trace.recording)
-    return left, str(caught.value), state_of(model) == left
+    message = str(caught.value)
+    assert left == [None, None, 1, False, False, False, False], "one hook is the library's own"
+    assert "has recorded nothing yet: its block still runs, or has raised" in message
+    assert state_of(model) == left
 
 
-def test_an_exception_ends_the_trace_and_leaves_the_model_as_it_was(world2: World) -> None:
-    for left, message, same in world2.run(failing):
-        assert left == [None, None, 1, False, False, False, False], "one hook is the library's own"
-        assert "has recorded nothing yet: its block still runs, or has raised" in message
-        assert same
-
-
-def nested() -> str:
+@on_ranks(2)
+def test_a_second_trace_of_the_same_model_is_refused() -> None:
     model = build()
     with shardwise.trace(model), pytest.raises(RuntimeError) as caught, shardwise.trace(model.blocks[0]):
         pass
     backward(model)
-    return str(caught.value)
+    assert str(caught.value).startswith("trace: a trace of this model is running")
 
 
-def test_a_second_trace_of_the_same_model_is_refused(world2: World) -> None:
-    for message in world2.run(nested):
-        assert message.startswith("trace: a trace of this model is running")
-
-
-def explained() -> tuple[str, str]:
+@on_ranks(2)
+def test_explain_shows_what_the_last_trace_saw() -> None:
     model = build()
     before = shardwise.explain(model)
     step = training(model)
     step()
     with shardwise.trace(model):
         step()
-    return before, shardwise.explain(model)
-
-
-def test_explain_shows_what_the_last_trace_saw(world2: World) -> None:
-    for before, after in world2.run(explained):
-        assert after.startswith(before)
-        title, head, _, *lines = after.removeprefix(before).strip().splitlines()
-        assert title == "the last trace, on this rank"
-        assert head.split()[:5] == ["group", "unsharded", "reduced", "MB", "sent"]
-        assert head.split()[5:] == ["ms", "transfers", "ms", "waited", "uncovered", "ms", "computed"]
-        cells = [line.split()[:4] for line in lines]
-        # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
-        block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
-        assert cells == [
-            ["Model", "1", "1", f"{2 * root:.4f}"],
-            ["blocks.0", "2", "1", f"{3 * block:.4f}"],
-            ["blocks.1", "2", "1", f"{3 * block:.4f}"],
-            ["blocks.2", "1", "1", f"{2 * block:.4f}"],
-        ]
+    after = shardwise.explain(model)
+    assert after.startswith(before)
+    title, head, _, *lines = after.removeprefix(before).strip().splitlines()
+    assert title == "the last trace, on this rank"
+    assert head.split()[:5] == ["group", "unsharded", "reduced", "MB", "sent"]
+    assert head.split()[5:] == ["ms", "transfers", "ms", "waited", "uncovered", "ms", "computed"]
+    cells = [line.split()[:4] for line in lines]
+    # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
+    block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
+    assert cells == [
+        ["Model", "1", "1", f"{2 * root:.4f}"],
+        ["blocks.0", "2", "1", f"{3 * block:.4f}"],
+        ["blocks.1", "2", "1", f"{3 * block:.4f}"],
+        ["blocks.2", "1", "1", f"{2 * block:.4f}"],
+    ]
 
 
 def of_one_rank() -> int:
@@ -375,43 +348,32 @@ def test_one_rank_may_trace_one_block_alone(world2: World) -> None:
     assert second == 0
 
 
-def of_models_beside_each_other() -> tuple[list[tuple[str, int]], list[str]]:
+@on_ranks(2)
+def test_models_beside_each_other_are_told_apart() -> None:
     """Two models of one class, each with a root of its own, in a module that is not sharded."""
     both = nn.ModuleList([build(), build()])
     with shardwise.trace(both) as trace:
         for model in both:
             backward(model)
     works = [(work.name, work.unshards) for work in trace.groups]
-    return works, [
-        span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")
-    ]
+    roots = [span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")]
+    names = ["Model", *BLOCKS]
+    assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
+    assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
+    assert roots == ["Model", "Model'"]
 
 
-def test_models_beside_each_other_are_told_apart(world2: World) -> None:
-    for works, roots in world2.run(of_models_beside_each_other):
-        names = ["Model", *BLOCKS]
-        assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
-        assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
-        assert roots == ["Model", "Model'"]
-
-
-def on_streams() -> tuple[Recording, list[str]]:
+@on_ranks(2)
+def test_on_a_device_times_are_those_of_events_on_its_streams() -> None:
     mesh = init_device_mesh("cpu", (2,))  # by default that of the accelerator, which there seems to be
-    with streams_on_the_host() as device, pytest.MonkeyPatch.context() as patch:
+    with streams_on_the_host(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeline, "has_streams", lambda _: True)
         recording = recorded(mesh=mesh)
-        return recording, device.log
-
-
-def test_on_a_device_times_are_those_of_events_on_its_streams(world2: World) -> None:
-    for recording, _ in world2.run(on_streams):
-        assert_is_a_step(recording)
-        assert [s.name for s in recording.of_row("all-gather")] == ["Model", *BLOCKS, *BLOCKS[-2::-1]]
-        assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {
-            BLOCK_BYTES // 2
-        }
-        lags = [span.lag_ns for span in recording.of_row("computation")]
-        assert sum(lag is not None and lag < 100_000 for lag in lags) > len(lags) / 2, lags
+    assert_is_a_step(recording)
+    assert [s.name for s in recording.of_row("all-gather")] == ["Model", *BLOCKS, *BLOCKS[-2::-1]]
+    assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {BLOCK_BYTES // 2}
+    lags = [span.lag_ns for span in recording.of_row("computation")]
+    assert sum(lag is not None and lag < 100_000 for lag in lags) > len(lags) / 2, lags
 
 
 def test_what_is_not_sharded_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from harness import World
 from meshed import device_mesh
 from models import SquareBlock, built, random_batch
+from on_ranks import on_ranks
 from reference import mean_of_squares
 from strategies import shard_as
 from tensor_subclasses import TravelsLow
@@ -28,8 +29,6 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 
 class Model(nn.Module):
-    """Square matrices alone: no padding."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in BLOCKS)
@@ -137,43 +136,36 @@ def test_microbatches_without_synchronisation_reduce_once(world2: World, strateg
 # --- tensor parallelism ---------------------------------------------------------------------------
 
 
-def tensor_parallel() -> Recording:
+@on_ranks(4)
+def test_of_a_block_that_tensor_parallelism_has_split_its_part_travels() -> None:
+    half_of_part = BLOCK // 4, ROOT // 2
     mesh = device_mesh((2, 2), ("dp", "tp"))
     model = made()
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
-    return traced(fully_shard(model, mesh=mesh["dp"]))
-
-
-def test_of_a_block_that_tensor_parallelism_has_split_its_part_travels(world4: World) -> None:
-    half_of_part = BLOCK // 4, ROOT // 2
-    for recording in world4.run(tensor_parallel):
-        assert sent(recording) == {
-            "all-gather": in_both(*half_of_part),
-            "reduce-scatter": in_backward(*half_of_part),
-        }
-        assert {group.name: group.unsharded_bytes for group in recording.groups} == {
-            "Model": ROOT,
-            **dict.fromkeys(BLOCKS, BLOCK // 2),
-        }
+    recording = traced(fully_shard(model, mesh=mesh["dp"]))
+    assert sent(recording) == {
+        "all-gather": in_both(*half_of_part),
+        "reduce-scatter": in_backward(*half_of_part),
+    }
+    assert {group.name: group.unsharded_bytes for group in recording.groups} == {
+        "Model": ROOT,
+        **dict.fromkeys(BLOCKS, BLOCK // 2),
+    }
 
 
 # --- weights that say themselves what travels -----------------------------------------------------
 
 
-def travelling_low() -> Recording:
+@on_ranks(2)
+def test_a_weight_that_travels_in_bfloat16_sends_a_quarter_of_its_bytes() -> None:
+    part = (BLOCK // 2 + BLOCK // 2 // 4) // 2  # one of its two matrices; its gradient travels as it is
     model = made()
     for block in model.blocks:
         block.up.weight = nn.Parameter(TravelsLow(block.up.weight.detach()))
         fully_shard(block)
-    return traced(fully_shard(model))
-
-
-def test_a_weight_that_travels_in_bfloat16_sends_a_quarter_of_its_bytes(world2: World) -> None:
-    block = (BLOCK // 2 + BLOCK // 2 // 4) // 2  # one of its two matrices; its gradient travels as it is
-    for recording in world2.run(travelling_low):
-        assert sent(recording) == {
-            "all-gather": in_both(block, ROOT // 2),
-            "reduce-scatter": in_backward(*HALF),
-        }
+    assert sent(traced(fully_shard(model))) == {
+        "all-gather": in_both(part, ROOT // 2),
+        "reduce-scatter": in_backward(*HALF),
+    }
