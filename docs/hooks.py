@@ -18,8 +18,9 @@ ELSEWHERE = {
 
 
 def on_config(config: Any) -> Any:
-    """List what lies in docs/interop, in the order of file names."""
-    pages = sorted(path.name for path in Path(config.docs_dir, "interop").glob("*.md"))
+    """List what lies in docs/interop: the table of all first, then in the order of file names."""
+    names = [path.name for path in Path(config.docs_dir, "interop").glob("*.md")]
+    pages = sorted(names, key=lambda name: (name != "index.md", name))
     if pages:
         config.nav.insert(3, {"Integrations": [f"interop/{page}" for page in pages]})
     return config

@@ -1,7 +1,4 @@
-"""The Trainer of transformers trains on our shards, and so does what ``from_pretrained`` shards; the peer beside it.
-
-The Trainer's Accelerate turns FSDP off on the CPU without a word, so its jobs say the type by hand.
-"""
+"""The Trainer of transformers trains on our shards, and so does what ``from_pretrained`` shards; the peer beside it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +11,15 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from launch import run_job
 from tiny_models import (
     LIBRARIES,
+    NORM,
     RANKS,
     ROWS,
+    OnCpu,
     adamw,
+    arguments,
     assert_same,
     facts,
     global_batch,
@@ -32,8 +31,7 @@ from tiny_models import (
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardwise
-
-NORM = 0.5
+from shardwise.interop import install
 
 
 class Rows(torch.utils.data.Dataset):
@@ -49,45 +47,14 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-class TrainerOnCpu(Trainer):
-    def create_accelerator_and_postprocess(self) -> None:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        super().create_accelerator_and_postprocess()
-        if self.args.fsdp_plugin_args is not None:
-            from accelerate import FullyShardedDataParallelPlugin
-
-            state = self.accelerator.state
-            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
-            assert self.accelerator.is_fsdp2
-
-    def _get_train_sampler(self, *unused: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+class TrainerOnCpu(OnCpu, Trainer):
+    """Trains with FSDP on the CPU as well."""
 
 
 def trainer_of(model: Any, folder: Path, steps: int, *, fsdp: bool = True, **options: Any) -> Trainer:
-    options = {"save_strategy": "no"} | options
-    config = {"fsdp": True, "fsdp_config": {"version": 2, "cpu_ram_efficient_loading": False}} if fsdp else {}
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=ROWS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=NORM,
-        optim="adamw_torch",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        **config | options,
-    )
     return TrainerOnCpu(
         model=model,
-        args=arguments,
+        args=TrainingArguments(**arguments(folder, steps, fsdp=fsdp) | options),
         train_dataset=Rows(8),
         eval_dataset=Rows(2),
         compute_loss_func=None if "label_smoothing_factor" in options else exact_loss,
@@ -308,3 +275,52 @@ def test_labels_are_shifted_where_they_are_smoothed(oddities: Any) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
     theirs = oddities["peer, smoothed"]["weights"]["lm_head.weight"]
     assert not torch.allclose(theirs, expected["lm_head.weight"], rtol=1e-2)
+
+
+# --- more than one mesh dimension -----------------------------------------------------------------
+
+MESHES: dict[str, dict[str, Any]] = {  # of a DistributedConfig, for four ranks
+    "host memory": {"fsdp_size": 4, "fsdp_cpu_offload": True},
+    "replicas": {"fsdp_size": 2, "dp_replicate_size": 2},
+    "tensor parallel": {"fsdp_size": 2, "tp_size": 2},
+}
+
+
+def on_meshes(folder: Path) -> dict[str, Any]:
+    """Three steps of two microbatches, of models that ``from_pretrained`` or the Trainer has sharded."""
+    from accelerate import ParallelismConfig
+    from transformers.distributed import DistributedConfig
+
+    install()
+    tiny_llama().save_pretrained(folder / "plain")
+    found = {}
+    for case, sizes in MESHES.items():
+        config = DistributedConfig(**sizes)
+        model = LlamaForCausalLM.from_pretrained(
+            folder / "plain", distributed_config=config, dtype=torch.float64
+        )
+        options = {"fsdp": False, "gradient_accumulation_steps": 2}
+        rows = RANKS * ROWS // config.dp_size
+        found[case] = trained_on_mesh(model, folder, per_device_train_batch_size=rows, **options)
+    options = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+    found["parallelism_config"] = trained_on_mesh(
+        tiny_llama(), folder, gradient_accumulation_steps=2, **options
+    )
+    return found
+
+
+def trained_on_mesh(model: Any, folder: Path, **options: Any) -> dict[str, Any]:
+    trainer = trainer_of(model, folder, 3, **options)
+    trainer.train()
+    return facts(trainer.model)
+
+
+@pytest.fixture(scope="module")
+def meshed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_job(on_meshes, tmp_path_factory.mktemp("meshes"), ranks=4)
+
+
+@pytest.mark.parametrize("case", [*MESHES, "parallelism_config"])
+def test_it_trains_on_meshes_as_in_one_process(meshed: Any, case: str) -> None:
+    assert meshed[case]["ours"] == [True] * 3
+    assert_same(meshed[case]["weights"], plain_weights(3, 2, NORM))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparing import assert_all_same, assert_as_plain
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, part, tensors_of, train_on, whole
@@ -25,6 +26,7 @@ from models import language_model as text_model
 from on_ranks import on_ranks
 from reference import Recipe, adamw, assert_same_record, full, mean_of_squares, plain_run, shard
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise
@@ -130,6 +132,20 @@ PATTERNS = {
     "all_each_time": [ALL, ALL, ALL],
     "neither_then_all": [(False, False), SCATTER, ALL],
 }
+
+
+@on_ranks(2)
+def test_synchronising_gradients_sums_them_over_replicas_as_well() -> None:
+    """As with the peer: ``set_requires_gradient_sync`` also switches what ``set_requires_all_reduce`` does."""
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    shardwise.fully_shard(model, mesh=mesh, check_equal_weights=False)
+    rows = torch.full((2, 4), dist.get_rank() + 1.0, dtype=torch.float64)
+    model.set_requires_all_reduce(False)
+    model(rows).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(rows).sum().backward()
+    assert full(model.weight.grad).tolist() == [[(2 * 1.0 + 2 * 2.0) / 2 * 2] * 4]
 
 
 def announce(model: nn.Module, what: tuple[bool, bool]) -> None:

@@ -239,13 +239,14 @@ class FSDPModule:
 
         Without synchronisation a microbatch needs no reduce-scatter, and each rank holds the full gradients
         of these groups until a backward with synchronisation reduces the sums. ``zero_grad()`` clears them
-        like any other gradient.
+        like any other gradient. Also sets :meth:`set_requires_all_reduce` to the same.
 
         Args:
             requires_gradient_sync: False lets full gradients accumulate, unreduced. True reduces them at the
                 next backward.
         """
         _set_flag(self, "requires_gradient_sync", requires_gradient_sync, recurse)
+        _configure(self, recurse, requires_all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward all-reduces gradients over the replicas of the mesh (by default it does).
