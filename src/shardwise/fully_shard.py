@@ -239,8 +239,8 @@ def fully_shard(
         move.param.rename(found.names)
     leave_ties(group, found.ties, moves)
     if mp_policy is not None and mp_policy.param_dtype:
-        for module in rule.full_precision_modules:
-            cast_around(module)
+        for kept in rule.full_precision_modules:
+            cast_around(kept)
     root = _attach_to_modules(group, modules, found.names)
     if traced_step is not None:
         root.add(StepCapture(root, traced_step))

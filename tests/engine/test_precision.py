@@ -755,7 +755,7 @@ def test_chosen_parameters_stay_in_full_precision_in_the_same_group(
             seen[name] = [module.weight.dtype, output.dtype]
 
         model.get_submodule(name).register_forward_hook(note)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(**SPLIT, full_precision=keep))
+    assert fully_shard(model, mp_policy=MixedPrecisionPolicy(**SPLIT, full_precision=keep)) is model
     output = model(random_batch(0, 4).float())
     output.float().pow(2).mean().backward()
     for param in model.parameters():

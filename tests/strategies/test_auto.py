@@ -266,10 +266,10 @@ total       5 groups                      1,810,560        7.2422       3.6211
 strategy "auto" chose zero3, blocks.1 ... blocks.3 kept until backward: it exposes the fewest bytes of what fits in 26.80 MB, of which a tenth stays free.
 tried                                             peak, MB  in                    exposed, MB  sent, MB  fits
 -------------------------------------------------------------------------------------------------------------
-ddp                                                  31.12  backward of blocks.0         7.24      7.24  no
-zero2                                                25.39  backward of blocks.2         7.24      7.24  no
-zero3                                                23.71  backward of blocks.1         9.91      9.91  yes
-zero3, blocks.1 ... blocks.3 kept until backward     23.71  backward of blocks.1         8.13      8.13  yes
+ddp                                                  31.02  backward of blocks.0         7.24      7.24  no
+zero2                                                25.41  backward of blocks.2         7.24      7.24  no
+zero3                                                23.73  backward of blocks.1         9.91      9.91  yes
+zero3, blocks.1 ... blocks.3 kept until backward     23.73  backward of blocks.1         8.13      8.13  yes
 Assumed: optimizer adamw, a batch of int64 (2, 32), int64 (2, 32) on each rank.""",
     )
     assert [line for line in records if "auto" in line] == ["shard_model: " + text.partition("\n\n")[2]]
