@@ -254,26 +254,19 @@ class _Runs:
 
 
 def _largest_batch(runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], limit: int, batch: Any) -> int:
-    """The largest batch with which ``row`` fits; 0: none does.
-
-    The peak is a sum that grows with the batch, or the largest of several, so that a line through two peaks
-    near the limit shows where to try next.
-    """
-    size, peaks = batch_size_of(batch), dict[int, int]()
-    peak = row.peak.num_bytes
+    """The largest batch with which ``row`` fits; 0: none does. By doubling or halving, then in between."""
+    size, peak = batch_size_of(batch), row.peak.num_bytes
+    least, most = 0, _LARGEST_BATCH
     while True:
-        peaks[size] = peak
-        least = max((size for size in peaks if peaks[size] <= limit), default=0)
-        most = min((size for size in peaks if peaks[size] > limit), default=1 << 24)
+        least, most = (size, most) if peak <= limit else (least, size)
         if most - least <= 1:
             return least
-        guess = 2.0 * size if peak <= limit else size / 2
-        if len(peaks) > 1:
-            (one, low), (other, high) = sorted(peaks.items(), key=lambda known: abs(known[1] - limit))[:2]
-            if low != high:
-                guess = one + (limit - low) * (other - one) / (high - low)
-        size = min(max(int(guess), least + 1), most - 1)
+        size = 2 * size if most == _LARGEST_BATCH else size // 2 if least == 0 else (least + most) // 2
+        size = min(max(size, least + 1), most - 1)
         peak = runs.run(row.strategy, sizes, row.is_checkpointed, batch=resized(batch, size)).peak.num_bytes
+
+
+_LARGEST_BATCH = 1 << 24
 
 
 # --- what would have to change --------------------------------------------------------------------
