@@ -68,9 +68,15 @@ class Trainer:
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.optimizer = optimizer
         self.losses: list[float] = []
+        self._made = -1  # the index of the batch that was made last
 
     def loss(self, index: int) -> Tensor:
-        return self.run(*batch_of(index * self.options.processes + dist.get_rank(), self.options))
+        return self.run(*(self._batch if self._made == index else self._make(index)))
+
+    def _make(self, index: int) -> tuple[Tensor, Tensor]:
+        self._made = index
+        self._batch = batch_of(index * self.options.processes + dist.get_rank(), self.options)
+        return self._batch
 
     def forward_backward(self, index: int) -> Tensor:
         loss = self.loss(index)
@@ -82,7 +88,8 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def timed_step(self, index: int) -> dict[str, float]:
-        """A step after a barrier, so that no variant pays for the one before it."""
+        """A step after a barrier, so that no variant pays for the one before it, nor for its batch."""
+        self._make(index)
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()
         loss = self.forward_backward(index)

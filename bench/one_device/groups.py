@@ -176,7 +176,7 @@ class OneDeviceGroup(PythonGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Done:
         targets = outputs[0] if self._rank == opts.rootRank else []
         return self._copy(
-            "gather", inputs, lambda every: zip(targets, (sent[0] for sent in every), strict=False)
+            "gather", inputs, lambda every: zip(targets, (sent[0] for sent in every), strict=bool(targets))
         )
 
     # --- sums
@@ -234,7 +234,7 @@ class OneDeviceGroup(PythonGroup):
     def broadcast(self, tensors: Any, opts: Any) -> Done:
         targets = tensors if self._rank != opts.rootRank else []
         return self._copy(
-            "broadcast", tensors, lambda every: zip(targets, every[opts.rootRank], strict=False)
+            "broadcast", tensors, lambda every: zip(targets, every[opts.rootRank], strict=bool(targets))
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Done:

@@ -151,6 +151,29 @@ def test_what_a_crash_has_left_aside_is_found(world4: World, tmp_path: Path) -> 
     assert_resumed(world4.run(job, str(tmp_path), 3), 2, 3)
 
 
+def test_a_file_that_is_cut_off_is_read_from_the_other_host(world4: World, tmp_path: Path) -> None:
+    world4.run(job, str(tmp_path), 2)
+    (tmp_path / "host-0/run/step-2/__0_0.distcp").write_bytes(b"cut off")
+    assert_resumed(world4.run(job, str(tmp_path), 3), 2, 3)
+
+
+def test_what_a_save_that_died_has_left_is_removed_before_the_next(world4: World, tmp_path: Path) -> None:
+    """On both hosts: memory is small. The process that wrote it has ended."""
+    world4.run(job, str(tmp_path), 1)
+    left = [
+        tmp_path / f"host-{host}/run/.step-2.{hosts.folders.this_host()}-1-1-abcdef.partial"
+        for host in (0, 1)
+    ]
+    for each in left:
+        each.mkdir()
+        (each / "__0_0.distcp").write_bytes(b"half")
+        (each / ".__1_0.distcp.part").write_bytes(b"half")
+    for error, is_there in world4.run(saves_where_a_host_cannot_write, str(tmp_path), ".part", False):
+        assert "No space left" in error
+        assert not is_there
+    assert not any(each.exists() for each in left)
+
+
 def loads(base: str, name: str) -> str:
     model = built(uneven_tower)
     shard_tower(model)
@@ -184,8 +207,8 @@ def test_a_local_checkpoint_needs_keep(tmp_path: Path) -> None:
 # --- failures -------------------------------------------------------------------------------------
 
 
-def saves_where_a_host_cannot_write(base: str, failing: str) -> tuple[str, bool]:
-    """The error of a rank, and whether the save after it is written."""
+def saves_where_a_host_cannot_write(base: str, failing: str, again: bool = True) -> tuple[str, bool]:
+    """The error of a rank, and whether what failed is there; ``again``: save once more, which works."""
     model = built(uneven_tower)
     shard_tower(model)
     path = f"{folder_of(base)}/step-"
@@ -198,7 +221,8 @@ def saves_where_a_host_cannot_write(base: str, failing: str) -> tuple[str, bool]
 
     with mock.patch.object(hosts, "sync", fail):
         error = refusal(lambda: save_checkpoint(path + "1", model, keep=2, local=True).wait())
-    save_checkpoint(path + "2", model, keep=2, local=True)
+    if again:
+        save_checkpoint(path + "2", model, keep=2, local=True)
     return error.replace(base, "BASE"), Path(path + "1").exists()
 
 

@@ -664,7 +664,7 @@ def test_a_norm_that_is_not_finite_is_refused_on_all_ranks(world2: World) -> Non
     assert is_unchanged_too
     assert_expected_inline(
         clean,
-        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. No gradient on this rank is to blame: other ranks name theirs. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. No gradient on this rank is infinite or NaN: other ranks name theirs, or the norm overflows. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
     )
     assert_expected_inline(
         infectious,

@@ -73,7 +73,7 @@ def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
     assert plain.flops == (3 * 4 - 1) * one
     assert again.flops == plain.flops + 4 * one
     assert plain.seconds == plain.flops / 1e9
-    assert (plain.utilization, again.utilization) == (1, pytest.approx(12 / 15))
+    assert (plain.utilization, again.utilization) == (1, pytest.approx(11 / 15))
     (slow, _) = estimate(model, **arguments, bandwidth={"shard": 1000}).rows
     assert slow.seconds == slow.sent["shard"] / 1000
     assert slow.utilization == pytest.approx(plain.flops / 1e9 / slow.seconds)
@@ -398,11 +398,15 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
         ({"world": 8, "memory": "0GB"}, "a number above 0"),
         ({"world": 8, "bandwidth": "5GB/s"}, "bandwidth needs the speed of the device and a batch"),
         ({"world": 8, "batch": BATCH, "flops": "h99", "bandwidth": 1}, "flops is 'h99'"),
-        ({"world": 8, "batch": BATCH, "flops": 1e12, "bandwidth": "x"}, "bandwidth 'x' is not an amount"),
+        (
+            {"world": 8, "batch": BATCH, "flops": 1e12, "bandwidth": "x"},
+            "bandwidth is 'x'; pass bytes a second",
+        ),
         (
             {"world": "2x4", "batch": BATCH, "flops": 1.0, "bandwidth": {"shard": 1}, "strategy": "hybrid"},
             "bandwidth names shard, and not replicate",
         ),
+        ({"world": 8, "batch": BATCH, "flops": 1e12, "bandwidth": "400Gb/s"}, "400 Gb/s is 50GB/s"),
         ({"world": 8, "largest_batch": True}, "largest_batch needs memory"),
         ({"world": 8, "device": "tpu"}, "pass 'cuda' or 'cpu'"),
         ({"world": 8, "batch": "8xx"}, "batch '8xx' is not understood"),

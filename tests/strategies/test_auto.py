@@ -383,8 +383,8 @@ a smaller batch, smaller groups (wrap=), or computing in bfloat16
 (mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.
 tried  peak, kB  in                    exposed, kB  sent, kB  fits
 ------------------------------------------------------------------ ddp
-23.92  optimizer                    5.39      5.39  no zero2     33.03
-backward of blocks.0         5.47      5.47  no zero3     33.03
+23.92  optimizer                    5.39      5.39  no zero2     34.50
+backward of blocks.0         5.47      5.47  no zero3     34.50
 backward of blocks.0         6.66      6.66  no Assumed: optimizer
 adamw, a batch of float64 (2, 8) on each rank.""",
     )

@@ -243,7 +243,7 @@ def prepare(save: Save) -> None:
 
 def _refuse_others(path: Path) -> None:
     # Asked again, since another job's save may have come between two of the questions.
-    if all(path.exists() and not is_complete(path) and not _is_remains(path) for _ in range(TRIALS)):
+    if all(path.exists() and not is_complete(path) and not is_remains(path) for _ in range(TRIALS)):
         raise FileExistsError(
             f"{path} exists and is not a checkpoint, so it is not replaced by one. Choose another path."
         )
@@ -297,7 +297,7 @@ def discard(save: Save, made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _is_remains(path: Path) -> bool:
+def is_remains(path: Path) -> bool:
     """Whether the folder `path` holds nothing but files of a checkpoint whose removal did not end."""
     with suppress(FileNotFoundError):  # another job removes it as well
         return path.is_dir() and not path.is_symlink() and not is_complete(path) and _has_only_ours(path)
@@ -407,7 +407,7 @@ def remove_older(save: Save, keep: int) -> None:
             _remove_checkpoint(place, folder / name, save.token)
     for each in [each for each in folder.iterdir() if is_older(each.name)]:
         # Saves write in hidden folders only: with digests and without an index, this one was being removed.
-        if (each / ".digests").is_file() and _is_remains(each):
+        if (each / ".digests").is_file() and is_remains(each):
             _remove_checkpoint(each, each, save.token)
 
 
@@ -429,6 +429,8 @@ def free_bytes(path: Path) -> int:
 
 def newness(name: str) -> tuple[list[Decimal], str]:
     """All numbers, from the left: 'epoch-2-step-100' is newer than 'epoch-1-step-900'."""
+    if hidden := _HIDDEN.fullmatch(name):
+        name = hidden["name"]
     return [part for number in re.findall(_NUMBER, name) for part in _parts(number)], name
 
 

@@ -70,16 +70,25 @@ class Hosts:
         self._host = self._host_of[rank_group.rank]
         self.is_first = self._firsts[self._host] == rank_group.rank
 
+    def new_token(self) -> str:
+        """A token of a save (see folders.py), the same on all ranks of a host."""
+        tokens: list[str] = self._of_hosts(folders.new_token() if self.is_first else "")
+        return tokens[self._host]
+
     def once(self, act: Callable[[], Any], explain: Callable[[Exception], str] = str) -> None:
         """Run `act` on the first rank of each host; all ranks raise alike."""
         self._rank_group.run_on_all_ranks(lambda: act() if self.is_first else None, explain)
 
     # --- saving -----------------------------------------------------------------------------------
 
-    def replicate(self, folder: Path, explain: Callable[[Exception], str]) -> None:
-        """Give all hosts the index that rank 0 has written, and each the data files of the one before it."""
+    def replicate(self, folder: Path, explain: Callable[[Exception], str]) -> list[dict[str, int]]:
+        """Give all hosts the index that rank 0 has written, and each the data files of the one before it.
+
+        Returns the data files that each host has written, with their sizes.
+        """
         self._share_index(folder, 0, explain)
-        of_hosts = self._of_hosts(_data_files(folder) if self.is_first else {})
+        own = self._rank_group.run_on_all_ranks(lambda: _data_files(folder) if self.is_first else {}, explain)
+        of_hosts: list[dict[str, int]] = self._of_hosts(own)
         moves = []
         num_hosts = len(self._firsts)
         if num_hosts > 1:
@@ -88,6 +97,7 @@ class Hosts:
                 ends = self._firsts[host], self._firsts[(host + 1) % num_hosts]
                 moves += [_Move(name, size, *ends) for name, size in sorted(of_hosts[host].items())]
         self._transfer(folder, moves, explain)
+        return of_hosts
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -130,14 +140,22 @@ class Hosts:
             if lacks:
                 while (other := folders.found(path)) is not None:
                     folders.remove(other)
-                path.mkdir(parents=True, exist_ok=True)
+                if folders.is_remains(path):
+                    folders.remove(path)
+                path.mkdir(parents=True)
 
         self.once(make)
-        place = path if lacks else folders.found(path) or path  # a crash may have left it aside
+        place = self._rank_group.run_on_all_ranks(
+            lambda: path if lacks else folders.found(path) or path  # a crash may have left it aside
+        )
         self._share_index(place, self._firsts[source], str, is_wanted=lacks)
-        folder = self._rank_group.run_on_all_ranks(lambda: LocalFolder(place, self, of_hosts))
-        files.enter_context(folder)
-        return folder
+
+        def opened() -> LocalFolder:
+            folder = LocalFolder(place, self, of_hosts)
+            files.enter_context(folder)
+            return folder
+
+        return self._rank_group.run_on_all_ranks(opened)
 
     def fetch(self, folder: "LocalFolder", names: Iterable[str], of_hosts: list[dict[str, int]]) -> None:
         """Copy the files `names`, which this rank is about to read, to its host, if it lacks them."""
@@ -185,45 +203,51 @@ class Hosts:
         self, folder: Path, moves: Sequence[_Move], explain: Callable[[Exception], str] = str
     ) -> None:
         """Send and receive files, one after the other, in an order common to all ranks."""
-        own = [move for move in moves if self._rank_group.rank in (move.source, move.target)]
+        rank = self._rank_group.rank
+        own = [move for move in moves if rank in (move.source, move.target)]
         failures = [failure for move in own if (failure := self._move(folder / move.name, move)) is not None]
 
         def refuse() -> None:
             if failures:
                 raise failures[0]
 
+        def keep() -> None:
+            for path in [folder / move.name for move in own if move.target == rank]:
+                _part_of(path).rename(path)
+
         self._rank_group.run_on_all_ranks(refuse, explain)
+        self._rank_group.run_on_all_ranks(keep, explain)
 
     def _move(self, path: Path, move: _Move) -> OSError | None:
         """Send or receive one file; return what failed here. The other end waits for all of it, so go on."""
         is_source, pg = move.source == self._rank_group.rank, self._rank_group.pg
-        part = path if is_source else path.with_name(f".{path.name}.part")
         failure: OSError | None = None
 
         def attempt(act: Callable[..., Any], *args: Any) -> Any:
             nonlocal failure
             try:
-                return act(*args) if failure is None else None
+                return act(*args)
             except OSError as error:
-                failure = error
+                failure = failure or error
 
         def read(chunk: torch.Tensor) -> None:
             if file.readinto(chunk.numpy()) != len(chunk):
                 raise OSError(f"{path} became shorter while it was sent to another host")
 
-        with ExitStack() as files:
-            file = attempt(lambda: files.enter_context(part.open("rb" if is_source else "wb")))
-            for chunk in _chunks(move.num_bytes):
-                if is_source:
+        file = attempt(path.open, "rb") if is_source else attempt(_part_of(path).open, "wb")
+        for chunk in _chunks(move.num_bytes):
+            if is_source:
+                if failure is None:
                     attempt(read, chunk)
-                    dist.send(chunk, group=pg, group_dst=move.target)
-                else:
-                    dist.recv(chunk, group=pg, group_src=move.source)
-                    attempt(lambda piece: file.write(piece.numpy()), chunk)
-            attempt(files.close)
-        if not is_source:
-            attempt(sync, part)
-            attempt(part.rename, path)
+                dist.send(chunk, group=pg, group_dst=move.target)
+            else:
+                dist.recv(chunk, group=pg, group_src=move.source)
+                if failure is None:
+                    attempt(file.write, chunk.numpy())
+        if file is not None:
+            attempt(file.close)
+        if not is_source and failure is None:
+            attempt(sync, _part_of(path))
         return failure
 
 
@@ -236,10 +260,8 @@ class LocalFolder(OpenFolder):
 
     def size(self, name: str) -> int | None:
         """The length of a file, here or on another host; None: no host has it."""
-        here = super().size(name)
-        if here is not None:
-            return here
-        return next((files[name] for files in self._of_hosts if name in files), None)
+        known = next((files[name] for files in self._of_hosts if name in files), None)
+        return super().size(name) if known is None else known
 
     def fetch(self, names: Iterable[str]) -> None:
         """Copy files that are about to be read here. Collective."""
@@ -263,6 +285,11 @@ def _why_not_complete(held: Sequence[Held | None]) -> str:
     return (
         f"hosts that had {listed(sorted(lost))} are lost" if lost else "hosts have files of different saves"
     )
+
+
+def _part_of(path: Path) -> Path:
+    """What a file is called until all of it is there."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _chunks(num_bytes: int) -> Iterable[torch.Tensor]:

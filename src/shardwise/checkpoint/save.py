@@ -91,7 +91,7 @@ def save_checkpoint(
             keeps a copy of the files of another host, so that a job can resume after any one host is lost:
             see :func:`resume`. Needs `keep`. A host needs twice the space of its ranks' shards for each
             checkpoint, and for one more while it is written. The hosts' paths may differ in all but the
-            last name.
+            last name. Containers with folders of their own count as hosts, also on one machine.
 
     Returns:
         A :class:`shardwise.checkpoint.PendingSave`, which without `asynchronous` has ended. Wait for the last

@@ -9,7 +9,7 @@ from typing import Any, cast
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.digests import SummingFileSystem, write_digests
 from shardwise.checkpoint.folders import METADATA, OpenFolder, Save
-from shardwise.checkpoint.hosts import Hosts
+from shardwise.checkpoint.hosts import Hosts, LocalFolder
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.ranks.agreement import RankGroup
 from shardwise.state.model_files import sync
@@ -27,19 +27,25 @@ def write(
 
     `is_staged`: all of `state` is in host memory already. `local`: each host has a folder `path` of its own.
     """
-    save = Save(path, rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0))
-    explain = partial(_why_not_written, save, rank_group.rank)
     made = rank_group.run_on_all_ranks(lambda: [each for each in path.parents if not each.exists()])
+    hosts = Hosts(rank_group, path.parent) if local else None
+    if hosts is None:
+        token = rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0)
+        once = rank_group.on_first
+    else:
+        token, once = hosts.new_token(), hosts.once
+        hosts.once(lambda: folders.sweep(path.parent))  # memory is small
+    save = Save(path, token)
+    explain = partial(_why_not_written, save, rank_group.rank)
     with folders.running(save.token):
         try:
-            hosts = Hosts(rank_group, path.parent) if local else None
-            once = rank_group.on_first if hosts is None else hosts.once
             once(lambda: folders.prepare(save), explain)
             _write_files(rank_group, save.partial, state, is_staged, explain)
             if hosts is None:
-                once(lambda: _check(save.partial), explain)
+                once(lambda: _check(OpenFolder(save.partial)), explain)
             else:
-                hosts.replicate(save.partial, explain)
+                of_hosts = hosts.replicate(save.partial, explain)
+                once(lambda: _check(LocalFolder(save.partial, hosts, of_hosts)), explain)
             once(lambda: folders.publish(save), explain)
         except Exception:
             # On each rank: where hosts have disks of their own, each has written to its own.
@@ -56,8 +62,8 @@ def write(
         once(tidy, lambda error: f"{saved}: {type(error).__name__}: {error}")
 
 
-def _check(folder: Path) -> None:
-    with OpenFolder(folder) as written:
+def _check(folder: OpenFolder) -> None:
+    with folder as written:
         Manifest.read(written).check()
 
 

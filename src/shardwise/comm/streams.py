@@ -161,6 +161,9 @@ KEPT_STAGING_BYTES = 1 << 20
 takes longer."""
 
 
+_MOST_SIZES = 32  # of scratch buffers that are kept on the host
+
+
 class CommStream(BufferPool):
     """Takes communication. Methods that only a device needs do nothing here."""
 
@@ -239,6 +242,8 @@ class HostStream(CommStream):
     def release(self, scratch: Scratch) -> None:
         """Keep the buffer, if it is small."""
         if scratch.num_bytes <= KEPT_STAGING_BYTES:
+            if len(self._spare) > _MOST_SIZES:
+                self._spare.clear()
             self._spare[scratch.num_bytes].append(scratch)
 
 

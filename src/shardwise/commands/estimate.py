@@ -1,9 +1,9 @@
 """Estimate what training a model takes on each rank, before anything is trained.
 
 MODEL is MODULE:FUNCTION, which is imported from here and called; it returns the model, or the model and a
-batch: a tensor, a tuple of arguments or a dict of them. Or MODEL is a model of Hugging Face: its config.json,
-a folder that has one, or a name such as org/model (needs transformers). No GPU, no process group and no
-weights are needed: the model is made on the meta device.
+batch: a tensor, a tuple of arguments or a dict of them. Or MODEL is a Hugging Face language model: its
+config.json, a folder that has one, or its name, org/model (needs transformers). No GPU, no process group and
+no weights are needed: the model is made on the meta device, in float32.
 
     python -m shardwise estimate train:build --world 64 --strategy zero3 --mp bf16 --optimizer adamw \\
         --batch 8x4096 --memory 80GB
@@ -34,7 +34,7 @@ from shardwise.strategies.meshes import STRATEGIES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``estimate``."""
-    parser.add_argument("model", metavar="MODEL", help="MODULE:FUNCTION, a config.json, or a name at the hub")
+    parser.add_argument("model", metavar="MODEL", help="MODULE:FUNCTION, a config.json, or org/model")
     parser.add_argument("--world", required=True, help="ranks (64), or hosts and ranks on each (8x8)")
     strategies = ", ".join(STRATEGIES)
     parser.add_argument("--strategy", nargs="+", help=f"{strategies}; default: all that the world allows")
@@ -138,7 +138,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
 
 
 def _model_of_config(path: str) -> tuple[nn.Module, Any]:
-    """The model that a config of Hugging Face describes."""
+    """The model that a Hugging Face config describes."""
     try:
         transformers = importlib.import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(path)
@@ -146,8 +146,8 @@ def _model_of_config(path: str) -> tuple[nn.Module, Any]:
         names = [name for name in config.architectures or () if hasattr(transformers, name)]
         with torch.device("meta"):
             if names:
-                return getattr(transformers, names[0])(config), None
-            return transformers.AutoModelForCausalLM.from_config(config), None
+                return getattr(transformers, names[0])(config).float(), None
+            return transformers.AutoModelForCausalLM.from_config(config).float(), None
     except Exception as error:
         raise UsageError(
             f"no model could be made of '{path}' ({type(error).__name__}: {error}). Pass MODULE:FUNCTION; "

@@ -40,20 +40,20 @@ def check_model(caller: str, model: Any) -> None:
         )
 
 
-def memory_in_bytes(caller: str, memory: Any, what: str = "memory") -> int:
+def memory_in_bytes(caller: str, memory: Any) -> int:
     """An amount of memory: a number of bytes, a text such as "80GB" (80 * 10^9) or "80GiB" (80 * 2^30), or
     the name of a device, such as "h100".
 
     ``caller``: the public function that was called, for messages.
     """
-    check_type(caller, what, memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
+    check_type(caller, "memory", memory, 'a number of bytes or a text such as "80GB" or "h100"', int, str)
     if (device := _device(memory)) is not None:
         return device[0] * 10**9
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     num_bytes = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
     if num_bytes == 0:
         raise ValueError(
-            f"{caller}: {what} '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
+            f"{caller}: memory '{memory}' is not an amount of memory. Pass a number above 0 and a unit: 80GB "
             f"is 80 * 10^9 bytes, 80GiB is 80 * 2^30. Known by name are {', '.join(_DEVICES)}."
         )
     return num_bytes
@@ -75,19 +75,22 @@ def speed_of(caller: str, flops: Any, memory: Any) -> float | None:
     return flops
 
 
-def bandwidths_of(caller: str, bandwidth: Any, dimensions: Iterable[str]) -> dict[str, int]:
+def bandwidths_of(caller: str, bandwidth: Any, dimensions: Iterable[str]) -> dict[str, float]:
     """Bytes a second along each dimension of a mesh: one number for all, or by their names."""
     given = bandwidth if isinstance(bandwidth, Mapping) else dict.fromkeys(dimensions, bandwidth)
-
-    def in_bytes(each: Any) -> int:
-        text = each.strip().removesuffix("/s") if isinstance(each, str) else each
-        if _device(text) is not None:
-            raise ValueError(f"{caller}: bandwidth is {each!r}; pass bytes a second, such as '50GB/s'.")
-        return memory_in_bytes(caller, text, "bandwidth")
-
-    found = {name: in_bytes(each) for name, each in given.items()}
-    if missing := [name for name in dimensions if name not in found]:
-        raise ValueError(f"{caller}: bandwidth names {listed(found)}, and not {listed(missing)}.")
+    if missing := [name for name in dimensions if name not in given]:
+        raise ValueError(f"{caller}: bandwidth names {listed(given)}, and not {listed(missing)}.")
+    wanted = 'bytes a second, as a number or a text such as "50GB/s"'
+    found: dict[str, float] = {}
+    for name in dimensions:
+        each = given[name]
+        check_type(caller, "bandwidth", each, wanted, int, float, str)
+        match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKMGT]i?)?(B/s)?\s*", str(each))
+        # Networks are sold by bits: 400 Gb/s are 50 GB/s.
+        size = float(match[1]) * _UNITS[(match[2] or "").lower() + "b"] if match else 0.0
+        if size <= 0 or (match and match[2] and not match[3]):
+            raise ValueError(f"{caller}: bandwidth is {each!r}; pass {wanted} (bytes: 400 Gb/s is 50GB/s).")
+        found[name] = size
     return found
 
 

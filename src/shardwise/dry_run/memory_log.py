@@ -54,6 +54,8 @@ class MemoryLog:
     now: int = 0
     flops: int = 0
     """Of matrix products, convolutions and attention."""
+    recomputed_flops: int = 0
+    is_in_backward: bool = False
     unknown: str = ACTIVATIONS
     """What memory is taken for of which nothing is said."""
     _alive: dict[int, tuple[Allocation, Any]] = field(default_factory=dict)  # by storage
@@ -138,7 +140,10 @@ class RecordingMode(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else args[0].dtype is torch.bool or 1
         self._log.look()
         result = operation(*args, **(kwargs or {}))
-        self._log.flops += tensor_impl.flops_of(operation, args, kwargs or {}, result)
+        if flops := tensor_impl.flops_of(operation, args, kwargs or {}, result):
+            self._log.flops += flops
+            if self._log.is_in_backward and torch.is_grad_enabled():  # as where a block runs again
+                self._log.recomputed_flops += flops
         for leaf in pytree.tree_leaves(result):
             if type(leaf) is tensor_impl.FakeTensor:
                 self._log.see(leaf)

@@ -65,7 +65,7 @@ class Step:
     """What a step has held on this rank and sent, in bytes.
 
     ``marks``: at which time what began; phases first, then groups. ``sent``: by mesh dimension. ``flops``: of
-    the whole step.
+    forward and backward; ``recomputed_flops``: of what backward runs again.
     ``largest_shards``: of the group that has most. ``shards_are_whole``: each rank keeps whole parameters,
     and computes with them where they are.
     """
@@ -73,8 +73,8 @@ class Step:
     timeline: list[Moment]
     marks: list[tuple[int, str]]
     sent: dict[str, int]
-    forward_flops: int = 0
     flops: int = 0
+    recomputed_flops: int = 0
     groups: list[str] = field(default_factory=list)
     largest_shards: int = 0
     shards_are_whole: bool = False
@@ -159,15 +159,15 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
                 step.run()
             log.marks.clear()
             sent.clear()
-            log.flops = 0
+            log.flops = log.recomputed_flops = 0
             step.run()
             log.look()
     return Step(
         list(moments(log.allocations, log.marks[0][0], log.now)),
         log.marks,
         dict(sent),
-        step.forward_flops,
-        log.flops,
+        step.flops,
+        log.recomputed_flops,
         [group.name for group in groups],
         max(sum(bucket.flat_shard.bytes.nbytes for bucket in group.buckets) for group in groups),
         any(unsharded.buffer.is_alias for group in groups for unsharded in group.unsharded.buckets),
@@ -211,9 +211,11 @@ class _Rehearsal:
         log.set_kind(self._model.buffers(), OTHER)
         log.mark("forward")
         loss = self._call(self._model)
-        self.forward_flops = log.flops
         log.mark("backward")
+        log.is_in_backward = True
         loss.backward()
+        log.is_in_backward = False
+        self.flops = log.flops
         del loss
         log.set_kind((param.grad for param in self._params), GRADIENTS)
         log.mark("optimizer")

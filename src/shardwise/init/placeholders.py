@@ -273,7 +273,13 @@ class Inventory:
         self._add({site: tensor for site, tensor in neighbours if not tensor.is_meta}, None)
         self.shards = {id(f.original): f.fqn for f in self.placeholders.values() if f.param is not None}
         children_first: dict[nn.Module, None] = {}
-        nn.Module.apply(model, lambda module: children_first.setdefault(module))
+
+        def visit(module: nn.Module) -> None:  # not by apply, which a class may have of its own
+            for child in module.children():
+                visit(child)
+            children_first.setdefault(module)
+
+        visit(model)
         self.todo = [m for m in children_first if any(tensor.is_meta for _, tensor in sites_in([m]))]
 
     def _add_sharded(self) -> None:

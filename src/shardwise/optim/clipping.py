@@ -184,7 +184,7 @@ def _is_finite(gradient: Tensor | None) -> bool:
 
 
 def _message_about_nonfinite(total: Tensor, power: float, names: Sequence[str]) -> str:
-    here = "No gradient on this rank is to blame: other ranks name theirs."
+    here = "No gradient on this rank is infinite or NaN: other ranks name theirs, or the norm overflows."
     if names:
         here = f"On this rank it comes from {listed(names, 4)}."
     return (

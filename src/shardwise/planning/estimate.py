@@ -86,9 +86,11 @@ def estimate(
             and, if nothing does, what you could change.
         bandwidth: what a rank can send in a second, in bytes or as ``"50GB/s"``; or by mesh dimension,
             ``{"shard": "400GB/s", "replicate": "50GB/s"}``. The estimate then shows a lower bound of the time
-            of a step, and an upper bound of the share of the device's speed that it can use (MFU).
+            of a step, and an upper bound of the share of the device's speed that it can use (MFU). None: by
+            ``flops`` alone, if that is given.
         flops: the speed of a device in FLOP/s, or its name; default: of the device named in ``memory``.
-        largest_batch: also look for the largest batch that fits in ``memory``. Runs some more steps.
+        largest_batch: also look for the largest batch that fits in ``memory``, all of it: name less than the
+            device has. Runs some more steps.
         device: ``"cuda"``, or ``"cpu"`` for training on the host with gloo, whose reductions receive into
             buffers of their own.
         progress: called before each dry run, and at the end, with the number of finished runs, the number of
@@ -132,13 +134,18 @@ def estimate(
     sizes, limit = _world_sizes(world), None if memory is None else memory_in_bytes("estimate", memory)
     strategies = _strategies_for(strategy, sizes)
     speed = speed_of("estimate", flops, memory)
-    if bandwidth is not None and (speed is None or batch is None):
+    is_timed = bandwidth is not None or flops is not None
+    if is_timed and (speed is None or batch is None):
         raise ValueError(
-            "estimate: bandwidth needs the speed of the device and a batch. Pass batch, and flops, such as "
-            "989e12 or 'h100', or name the device in memory."
+            "estimate: bandwidth needs the speed of the device and a batch, and flops needs a batch. Pass "
+            "batch, and flops, such as 989e12 or 'h100', or name the device in memory."
         )
+    bandwidths: dict[str, dict[str, float]] = {
+        name: {} if bandwidth is None else bandwidths_of("estimate", bandwidth, STRATEGIES[name].roles)
+        for name in strategies
+    }
     check_flags("estimate", largest_batch=largest_batch)
-    if largest_batch and (limit is None or batch is None):
+    if largest_batch and (limit is None or batch is None or not batch_size_of(batch)):
         raise ValueError("estimate: largest_batch needs memory, which the batch is to fit in, and a batch.")
 
     def train(batch: Any) -> Training:
@@ -158,8 +165,8 @@ def estimate(
         choices = [False, True]
     runs.total = len(strategies) * len(choices)
     rows = tuple(runs.run(name, sizes, choice) for name in strategies for choice in choices)
-    if bandwidth is not None and speed is not None:
-        rows = tuple(row.timed(speed, bandwidths_of("estimate", bandwidth, row.mesh)) for row in rows)
+    if is_timed and speed is not None:
+        rows = tuple(row.timed(speed, bandwidths[row.strategy]) for row in rows)
     if largest_batch and limit is not None:
         rows = tuple(
             replace(row, largest_batch=_largest_batch(runs, row, sizes, limit, batch)) for row in rows

@@ -43,10 +43,11 @@ class StrategyEstimate:
         activations: the most that forward keeps for backward and uses itself; None without a batch.
         peaks: of ``forward``, ``backward`` and ``optimizer``; all kinds of memory together.
         sent: by mesh dimension, the bytes that a rank sends in a step.
-        flops: floating-point operations of a rank's step, with recomputation: those of matrix products,
-            convolutions and attention. 0 without a batch.
+        flops: floating-point operations of a rank's forward and backward, with recomputation: those of matrix
+            products, convolutions and attention, which counts without its mask. 0 without a batch.
         seconds: what a step takes at least: its arithmetic at the full speed of the device, or what it sends
-            at the full bandwidth, whichever takes longer. None if the bandwidth was not given.
+            at the full bandwidth, whichever takes longer. With causal attention over long sequences, the
+            arithmetic is up to twice too much. None if no speed was given.
         utilization: the share of the device's speed that the model itself, without recomputation, would then
             use ("MFU"): the most that can be reached.
         largest_batch: the size of the first dimension of the largest batch that fits; 0 if none does. None if
@@ -67,9 +68,9 @@ class StrategyEstimate:
     sent: dict[str, int]
     flops: int
     step: Step = field(repr=False)
-    seconds: float | None = None
-    utilization: float | None = None
-    largest_batch: int | None = None
+    seconds: float | None = field(default=None, kw_only=True)
+    utilization: float | None = field(default=None, kw_only=True)
+    largest_batch: int | None = field(default=None, kw_only=True)
 
     @property
     def peak(self) -> Peak:
@@ -112,11 +113,11 @@ class StrategyEstimate:
             step=on_device,
         )
 
-    def timed(self, speed: float, bandwidths: dict[str, int]) -> "StrategyEstimate":
+    def timed(self, speed: float, bandwidths: dict[str, float]) -> "StrategyEstimate":
         """With what it takes at least on a device of ``speed`` FLOP/s; bandwidths in bytes a second."""
-        sending = [num_bytes / bandwidths[name] for name, num_bytes in self.sent.items()]
+        sending = [self.sent.get(name, 0) / bandwidth for name, bandwidth in bandwidths.items()]
         seconds = max([self.flops / speed, *sending])
-        of_model = min(self.flops, 3 * self.step.forward_flops)  # the rest is recomputation
+        of_model = self.flops - self.step.recomputed_flops
         return replace(self, seconds=seconds, utilization=of_model / speed / seconds if seconds else None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ class Estimate:
                     row.step.highest()[1],
                     sent,
                     *fits,
-                    *([f"> {row.seconds or 0:.3g}", f"< {row.utilization or 0:.0%}"] if has_time else []),
+                    *([f">= {row.seconds or 0:.3g}", f"<= {row.utilization or 0:.1%}"] if has_time else []),
                     *([str(row.largest_batch)] if has_batch else []),
                 ]
             )

@@ -48,7 +48,6 @@ def are_fake(axes: Sequence[Axis], device: torch.device) -> bool:
 
 PIECE_WORDS = 1 << 15
 """Words of a tensor processed at a time on the host: they stay in the cache through all passes."""
-_PIECE_WORDS_ON_DEVICE = 1 << 21  # to save launches
 _FACTOR = 0x1E3779B97F4A7C15
 
 
@@ -75,22 +74,40 @@ class Checksums:
 
     def _of_plain(self, tensor: Tensor) -> Tensor:
         contents = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if len(contents) % 8:
-            contents = torch.nn.functional.pad(contents, (0, -len(contents) % 8))
-        elif contents.data_ptr() % 8 or contents.storage_offset() % 8:  # no place for words
-            contents = contents.clone()
-        size = PIECE_WORDS if tensor.device.type == "cpu" else _PIECE_WORDS_ON_DEVICE
-        return _combined(torch.stack([self._of_piece(p) for p in contents.view(torch.int64).split(size)]))
+        num_words, rest = divmod(len(contents), 8)
+        whole = contents[: 8 * num_words]
+        # Memory may begin anywhere, but words only at multiples of their size.
+        is_aligned = contents.data_ptr() % 8 == 0 and contents.storage_offset() % 8 == 0
+        words = whole.view(torch.int64) if is_aligned else whole.clone().view(torch.int64)
+        num_full = num_words // PIECE_WORDS
+        pieces = words[: num_full * PIECE_WORDS].view(-1, PIECE_WORDS)
+        sums = [self._sums_of(rows) for rows in pieces.split(_num_rows(tensor.device)) if len(rows)]
+        last = words[num_full * PIECE_WORDS :]
+        if rest:
+            last = torch.cat([last, torch.zeros(1, dtype=torch.int64, device=tensor.device)])
+            last[-1:].view(torch.uint8)[:rest].copy_(contents[8 * num_words :])
+        return _combined(torch.cat([*sums, self._sums_of(last.unsqueeze(0))]))
 
-    def _of_piece(self, piece: Tensor) -> Tensor:
-        device, count = piece.device, len(piece)
-        if device not in self._buffers or count > len(self._buffers[device][0]):
-            words = torch.empty_like(piece)
-            positions = torch.arange(count, device=device).mul_(_FACTOR)
-            self._buffers[device] = words, torch.empty_like(words), positions
-        words, spare, positions = (buffer[:count] for buffer in self._buffers[device])
-        torch.add(piece, positions, out=words)
-        return _mix(words, spare).sum()
+    def _sums_of(self, pieces: Tensor) -> Tensor:
+        """A checksum for each row of words."""
+        rows, count = pieces.shape
+        if pieces.device not in self._buffers or count > len(self._buffers[pieces.device][2]):
+            self._allocate(count, pieces.device)
+        words, spare, positions = self._buffers[pieces.device]
+        words, spare = words[:rows, :count], spare[:rows, :count]
+        torch.add(pieces, positions[:count], out=words)
+        return _mix(words, spare).sum(1)
+
+    def _allocate(self, num_words: int, device: torch.device) -> None:
+        """Allocate scratch memory for pieces of up to ``num_words``."""
+        words = torch.empty(_num_rows(device), num_words, dtype=torch.int64, device=device)
+        positions = torch.arange(num_words, device=device).mul_(_FACTOR)
+        self._buffers[device] = words, torch.empty_like(words), positions
+
+
+def _num_rows(device: torch.device) -> int:
+    """Pieces computed at once: many on a device, to save launches."""
+    return 1 if device.type == "cpu" else 128
 
 
 def _combined(numbers: Tensor) -> Tensor:

@@ -56,7 +56,10 @@ def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     Before 2.14 that lacks attention on the CPU, whose arguments begin like those on CUDA.
     """
     formula = _FORMULAS.get(str(operation.overloadpacket).removeprefix("aten.").replace("_for_cpu", ""))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    except AssertionError:  # 2.11 counts no attention with fewer heads of keys than of queries
+        return 0
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
