@@ -208,7 +208,13 @@ def resume(
 
     Args:
         directory: where the folders `step-10`, `step-20` and so on are; the same on all ranks.
-        model, optimizer, states, strict, convert_dtype, verify, trust: see :func:`load_checkpoint`.
+        model: see :func:`load_checkpoint`, also for the following arguments.
+        optimizer: one, or several.
+        states: objects whose states are loaded, by name.
+        strict: False allows names to be missing on either side.
+        convert_dtype: convert floating-point tensors of another dtype.
+        verify: compare the data with its digests.
+        trust: create objects of any class, which can run any code.
         local: a folder of each host's own with checkpoints of `save_checkpoint(..., local=True)`. The newest
             one of which all files are left on some host is loaded, unless `directory` has a newer one.
 

@@ -52,7 +52,10 @@ def on_whole_matrices(
         tensors: with 2 dims, or 3 for a stack of matrices; sharded, replicated or plain.
         function: called with matrices of one shape, ``[count, rows, columns]``, and their keys, ``(index in
             tensors, index of the matrix in that tensor)``. Returns a tensor of the same shape.
-        row_blocks, dtype, cost, batch_bytes: as for :class:`WholeMatrices`.
+        row_blocks: as for :class:`WholeMatrices`.
+        dtype: as for :class:`WholeMatrices`.
+        cost: as for :class:`WholeMatrices`.
+        batch_bytes: as for :class:`WholeMatrices`.
 
     Returns:
         New tensors, placed as ``tensors`` are, in their dtypes.
