@@ -23,7 +23,7 @@ from decimal import Decimal
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 from shardwise.arguments import check_type
@@ -174,7 +174,7 @@ class OpenFolder:
         self._folder = os.open(path, _SEARCH | os.O_DIRECTORY)
         self._kept: dict[str, int] = {}
 
-    def __enter__(self) -> "OpenFolder":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -63,7 +63,7 @@ class Hosts:
             found = directory.stat()
             return folders.this_host(), found.st_dev, found.st_ino
 
-        self._rank_group = rank_group
+        self._rank_group, self._directory = rank_group, directory
         places = rank_group.all_gather_objects(rank_group.run_on_all_ranks(seen))
         self._firsts = [places.index(place) for place in dict.fromkeys(places)]
         self._host_of = [self._firsts.index(places.index(place)) for place in places]
@@ -101,40 +101,41 @@ class Hosts:
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def held(self, directory: Path, names: Iterable[str] | None = None) -> dict[str, list[Held | None]]:
-        """What each host has of the saves in `directory`, by name; `names`: only of these."""
+    def _held(self, names: Iterable[str] | None = None) -> dict[str, list[Held | None]]:
+        """What each host has of the saves in the directory, by name; `names`: only of these."""
 
         def look() -> dict[str, Held]:
             if not self.is_first:
                 return {}
-            complete = folders.complete_in(directory)
+            complete = folders.complete_in(self._directory)
             wanted = complete if names is None else [name for name in names if name in complete]
-            return {name: each for name in wanted if (each := _held(complete[name])) is not None}
+            return {name: each for name in wanted if (each := _held_at(complete[name])) is not None}
 
         of_hosts = self._of_hosts(self._rank_group.run_on_all_ranks(look))
         found = dict.fromkeys(name for of_host in of_hosts for name in of_host)
         return {name: [of_host.get(name) for of_host in of_hosts] for name in found}
 
-    def newest(self, directory: Path, other: Path | None) -> Path | None:
-        """The newest complete checkpoint in `directory`; None if there is none that is as new as `other`."""
-        complete = [name for name, held in self.held(directory).items() if complete_save(held) is not None]
+    def newest(self, other: Path | None) -> Path | None:
+        """The newest complete checkpoint of the hosts; None if there is none that is as new as `other`."""
+        complete = [name for name, held in self._held().items() if _complete_save(held) is not None]
         newest = max(filter(folders.numbered, complete), key=folders.newness, default=None)
         if newest is None or (other is not None and folders.newness(newest) < folders.newness(other.name)):
             return None
-        return directory / newest
+        return self._directory / newest
 
-    def open(self, files: ExitStack, path: Path, held: Sequence[Held | None]) -> "LocalFolder":
+    def open(self, files: ExitStack, path: Path) -> "LocalFolder":
         """The complete save among those that hosts hold at `path`; those without it get its index."""
-        save = complete_save(held)
+        held = self._held([path.name]).get(path.name, [])
+        save = _complete_save(held)
         if save is None:
             raise FileNotFoundError(
                 f"{path.name}: {_why_not_complete(held)}. Load an older checkpoint, or one on a shared file "
                 "system; resume(folder, ..., local=...) finds the newest."
             )
-        of_hosts = [each.files if each is not None and each.save == save else {} for each in held]
-        has_index = [each is not None and each.save == save for each in held]
-        source = has_index.index(True)
-        lacks = not has_index[self._host]
+        parts = [each if each is not None and each.save == save else None for each in held]
+        of_hosts = [{} if part is None else part.files for part in parts]
+        source = next(host for host, part in enumerate(parts) if part is not None)
+        lacks = parts[self._host] is None
 
         def make() -> None:
             if lacks:
@@ -149,13 +150,9 @@ class Hosts:
             lambda: path if lacks else folders.found(path) or path  # a crash may have left it aside
         )
         self._share_index(place, self._firsts[source], str, is_wanted=lacks)
-
-        def opened() -> LocalFolder:
-            folder = LocalFolder(place, self, of_hosts)
-            files.enter_context(folder)
-            return folder
-
-        return self._rank_group.run_on_all_ranks(opened)
+        return self._rank_group.run_on_all_ranks(
+            lambda: files.enter_context(LocalFolder(place, self, of_hosts))
+        )
 
     def fetch(self, folder: "LocalFolder", names: Iterable[str], of_hosts: list[dict[str, int]]) -> None:
         """Copy the files `names`, which this rank is about to read, to its host, if it lacks them."""
@@ -268,7 +265,7 @@ class LocalFolder(OpenFolder):
         self._hosts.fetch(self, names, self._of_hosts)
 
 
-def complete_save(held: Sequence[Held | None]) -> str | None:
+def _complete_save(held: Sequence[Held | None]) -> str | None:
     """The save all of whose files are on some host; None: there is none."""
     for save in dict.fromkeys(each.save for each in held if each is not None):
         parts = [each for each in held if each is not None and each.save == save]
@@ -298,7 +295,7 @@ def _chunks(num_bytes: int) -> Iterable[torch.Tensor]:
         yield buffer[: min(_CHUNK, num_bytes - start)]
 
 
-def _held(place: Path) -> Held | None:
+def _held_at(place: Path) -> Held | None:
     """What is at `place`; None if that has been damaged."""
     try:
         with OpenFolder(place) as folder:

@@ -180,7 +180,7 @@ def load_checkpoint(
     with ExitStack() as files:
         if local:
             hosts = Hosts(saves.rank_group_in_background(rank_group), place.parent)
-            folder = hosts.open(files, place, hosts.held(place.parent, [place.name]).get(place.name, []))
+            folder = hosts.open(files, place)
             manifest = rank_group.run_on_all_ranks(lambda: Manifest.read(folder, verify, trust))
         else:
             manifest = rank_group.run_on_all_ranks(lambda: opened(files, place, verify, trust))
@@ -256,7 +256,7 @@ def resume(
     newer = None
     if local is not None:
         hosts = Hosts(saves.rank_group_in_background(rank_group), folders.absolute(local))
-        newer = hosts.newest(folders.absolute(local), latest)
+        newer = hosts.newest(latest)
     if rank_group.is_first:
         _log.info("resume: %s", newer or latest or f"no checkpoint in {place}")
     if newer is not None:
