@@ -230,11 +230,11 @@ class HostStream(CommStream):
     """
 
     def __init__(self) -> None:
-        self._spare: dict[int, list[Scratch]] = defaultdict(list)  # by size
+        self._spare: dict[int, list[Scratch]] = {}  # by size
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A kept buffer of this size, or a new one."""
-        if spare := self._spare[num_bytes]:
+        if spare := self._spare.get(num_bytes):
             return spare.pop()
         with torch.inference_mode(False):  # the next user may be training
             return super().acquire(num_bytes, device, dtype)
@@ -244,7 +244,7 @@ class HostStream(CommStream):
         if scratch.num_bytes <= KEPT_STAGING_BYTES:
             if len(self._spare) > _MOST_SIZES:
                 self._spare.clear()
-            self._spare[scratch.num_bytes].append(scratch)
+            self._spare.setdefault(scratch.num_bytes, []).append(scratch)
 
 
 class HostCopies:
