@@ -275,9 +275,10 @@ class Inventory:
         children_first: dict[nn.Module, None] = {}
 
         def visit(module: nn.Module) -> None:  # not by apply, which a class may have of its own
-            for child in module.children():
-                visit(child)
-            children_first.setdefault(module)
+            if module not in children_first:
+                for child in module.children():
+                    visit(child)
+                children_first[module] = None
 
         visit(model)
         self.todo = [m for m in children_first if any(tensor.is_meta for _, tensor in sites_in([m]))]
