@@ -64,9 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 1 if nothing fits."""
     _check_files(arguments)
     is_of_hub = ":" not in arguments.model and ("/" in arguments.model or Path(arguments.model).exists())
-    model, batch = _model_of_config(arguments.model) if is_of_hub else _model(arguments.model)
-    if arguments.batch is not None:
-        batch = arguments.batch
+    model, batch = (_model_of_config(arguments.model), None) if is_of_hub else _model(arguments.model)
+    batch = arguments.batch or batch
     try:
         with _progress() as progress:
             found = estimate(
@@ -137,7 +136,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
         yield show
 
 
-def _model_of_config(path: str) -> tuple[nn.Module, Any]:
+def _model_of_config(path: str) -> nn.Module:
     """The model that a Hugging Face config describes."""
     try:
         transformers = importlib.import_module("transformers")
@@ -146,8 +145,8 @@ def _model_of_config(path: str) -> tuple[nn.Module, Any]:
         names = [name for name in config.architectures or () if hasattr(transformers, name)]
         with torch.device("meta"):
             if names:
-                return getattr(transformers, names[0])(config).float(), None
-            return transformers.AutoModelForCausalLM.from_config(config).float(), None
+                return getattr(transformers, names[0])(config).float()
+            return transformers.AutoModelForCausalLM.from_config(config).float()
     except Exception as error:
         raise UsageError(
             f"no model could be made of '{path}' ({type(error).__name__}: {error}). Pass MODULE:FUNCTION; "

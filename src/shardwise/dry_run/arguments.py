@@ -85,7 +85,7 @@ def bandwidths_of(caller: str, bandwidth: Any, dimensions: Iterable[str]) -> dic
     for name in dimensions:
         each = given[name]
         check_type(caller, "bandwidth", each, wanted, int, float, str)
-        match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKMGT]i?)?(B/s)?\s*", str(each))
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGT]i?)?(B/s)?\s*", str(each))
         # Networks are sold by bits: 400 Gb/s are 50 GB/s.
         size = float(match[1]) * _UNITS[(match[2] or "").lower() + "b"] if match else 0.0
         if size <= 0 or (match and match[2] and not match[3]):
@@ -163,24 +163,24 @@ def _from_text(what: str, text: str) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(sample: Any) -> int:
     """The size of the first dimension of the first tensor of a batch."""
-    tensors = [leaf for leaf in pytree.tree_leaves(sample_of("batch", batch)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].dim():
         raise ValueError("estimate: largest_batch needs a batch whose first tensor has a dimension for it.")
     return tensors[0].shape[0]
 
 
-def resized(batch: Any, size: int) -> Any:
-    """``batch`` with ``size`` rows: of all tensors that have as many as the first."""
-    before = batch_size_of(batch)
+def resized(sample: Any, size: int) -> Any:
+    """A batch with ``size`` rows: of all tensors that have as many as the first."""
+    before = batch_size_of(sample)
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != before:
             return leaf
         return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
-    return pytree.tree_map(like, sample_of("batch", batch))
+    return pytree.tree_map(like, sample)
 
 
 def sample_of(what: str, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from shardwise.dry_run.arguments import (
     check_model,
     memory_in_bytes,
     resized,
+    sample_of,
     shapes_of,
     speed_of,
     training_of,
@@ -145,15 +146,16 @@ def estimate(
         for name in strategies
     }
     check_flags("estimate", largest_batch=largest_batch)
-    if largest_batch and (limit is None or batch is None or not batch_size_of(batch)):
+    sample = sample_of("estimate: batch", batch)
+    if largest_batch and (limit is None or batch is None or not batch_size_of(sample)):
         raise ValueError("estimate: largest_batch needs memory, which the batch is to fit in, and a batch.")
 
-    def train(batch: Any) -> Training:
-        return training_of("estimate", model, "batch", batch, loss, optimizer, on_host=device == "cpu")
+    def train(sample: Any) -> Training:
+        return training_of("estimate", model, "batch", sample, loss, optimizer, on_host=device == "cpu")
 
     runs = _Runs(
         train,
-        train(batch),
+        train(sample),
         blocks,
         checkpointed,
         precision,
@@ -169,7 +171,7 @@ def estimate(
         rows = tuple(row.timed(speed, bandwidths[row.strategy]) for row in rows)
     if largest_batch and limit is not None:
         rows = tuple(
-            replace(row, largest_batch=_largest_batch(runs, row, sizes, limit, batch)) for row in rows
+            replace(row, largest_batch=_largest_batch(runs, row, sizes, limit, sample)) for row in rows
         )
     numel = sum(param.numel() for param in model.parameters())
     ranks = f"{'x'.join(map(str, sizes))} rank{'s' * (sizes != (1,))}"
@@ -241,16 +243,16 @@ class _Runs:
         sizes: tuple[int, ...],
         is_checkpointed: bool,
         mp_policy: Any = None,
-        batch: Any = None,
+        sample: Any = None,
     ) -> StrategyEstimate:
-        """The figures of one strategy; with ``mp_policy`` or ``batch`` in place of the caller's."""
+        """The figures of one strategy, perhaps with another ``mp_policy``, or ``sample`` as its batch."""
         name = strategy + " with checkpointing" * is_checkpointed
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],
             {"mp_policy": mp_policy or self.mp_policy},
         )
-        training = self.training if batch is None else self.train(batch)
+        training = self.training if sample is None else self.train(sample)
         shard = shard_copies(training.model, self.blocks, again, options)
         roles = STRATEGIES[strategy].roles
         shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
@@ -260,9 +262,11 @@ class _Runs:
         return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
 
 
-def _largest_batch(runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], limit: int, batch: Any) -> int:
+def _largest_batch(
+    runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], limit: int, sample: Any
+) -> int:
     """The largest batch with which ``row`` fits; 0: none does. By doubling or halving, then in between."""
-    size, peak = batch_size_of(batch), row.peak.num_bytes
+    size, peak = batch_size_of(sample), row.peak.num_bytes
     least, most = 0, _LARGEST_BATCH
     while True:
         least, most = (size, most) if peak <= limit else (least, size)
@@ -270,7 +274,7 @@ def _largest_batch(runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], l
             return least
         size = 2 * size if most == _LARGEST_BATCH else size // 2 if least == 0 else (least + most) // 2
         size = min(max(size, least + 1), most - 1)
-        peak = runs.run(row.strategy, sizes, row.is_checkpointed, batch=resized(batch, size)).peak.num_bytes
+        peak = runs.run(row.strategy, sizes, row.is_checkpointed, sample=resized(sample, size)).peak.num_bytes
 
 
 _LARGEST_BATCH = 1 << 24

@@ -55,15 +55,19 @@ def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     By the table of formulas of ``torch.utils.flop_counter``, which it does not name as public (2.11 to 2.15).
     Before 2.14 that lacks attention on the CPU, whose arguments begin like those on CUDA.
     """
-    formula = _FORMULAS.get(str(operation.overloadpacket).removeprefix("aten.").replace("_for_cpu", ""))
+    formula = _FORMULAS.get(operation.overloadpacket)
     try:
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     except AssertionError:  # 2.11 counts no attention with fewer heads of keys than of queries
         return 0
 
 
-_FORMULAS: dict[str, Callable[..., Any]] = {
-    str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATTENTION],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[_ATTENTION_BACKWARD],
+    **flop_registry,
 }
 
 
