@@ -161,9 +161,9 @@ def peaks(variant: str, options: argparse.Namespace, mesh: DeviceMesh) -> dict[s
     """The most bytes alive at once in forward and in backward of a third step."""
     trainer = Trainer(variant, options, mesh)
     for index in range(2):
-        trainer.loss(index).backward()
+        trainer.loss(trainer.batch(index)).backward()
         trainer.model.zero_grad()
-    log = log_of_step(trainer.model, lambda: trainer.loss(2))
+    log = log_of_step(trainer.model, lambda: trainer.loss(trainer.batch(2)))
     return {f"{phase}_mb": log.peak(*log.marks[phase])[0] / 1e6 for phase in PHASES}
 
 

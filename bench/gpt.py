@@ -68,18 +68,16 @@ class Trainer:
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.optimizer = optimizer
         self.losses: list[float] = []
-        self._made = -1  # the index of the batch that was made last
 
-    def loss(self, index: int) -> Tensor:
-        return self.run(*(self._batch if self._made == index else self._make(index)))
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """The batch of this rank in a step."""
+        return batch_of(index * self.options.processes + dist.get_rank(), self.options)
 
-    def _make(self, index: int) -> tuple[Tensor, Tensor]:
-        self._made = index
-        self._batch = batch_of(index * self.options.processes + dist.get_rank(), self.options)
-        return self._batch
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.run(*batch)
 
-    def forward_backward(self, index: int) -> Tensor:
-        loss = self.loss(index)
+    def forward_backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self.loss(batch)
         loss.backward()
         return loss.detach()
 
@@ -89,10 +87,10 @@ class Trainer:
 
     def timed_step(self, index: int) -> dict[str, float]:
         """A step after a barrier, so that no variant pays for the one before it, nor for its batch."""
-        self._make(index)
+        batch = self.batch(index)
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()
-        loss = self.forward_backward(index)
+        loss = self.forward_backward(batch)
         middle = time.perf_counter()
         self.update()
         end = time.perf_counter()

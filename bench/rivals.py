@@ -75,8 +75,8 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class OfEngine(Trainer):
-    def forward_backward(self, index: int) -> Tensor:
-        loss = self.loss(index)
+    def forward_backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self.loss(batch)
         self.model.backward(loss)
         return loss.detach()
 

@@ -94,11 +94,11 @@ class Trainer(gpt.Trainer):
 
     def copies(self) -> tuple[Copies, Copies, int | None]:
         """Of one step; its two halves apart, so that AdamW cannot hide what backward does; in transport."""
-        copies = count_copies(lambda: self.forward_backward(0))
+        copies = count_copies(lambda: self.forward_backward(self.batch(0)))
         if not copies.saw_backward:
             raise RuntimeError("The dispatch mode saw no operator of backward; counts are wrong.")
         update = count_copies(self.update)
-        in_transport = count_transport_copies(lambda: self.forward_backward(0))
+        in_transport = count_transport_copies(lambda: self.forward_backward(self.batch(0)))
         self.update()
         return copies, update, in_transport
 

@@ -74,7 +74,7 @@ def measure(setting: dict[str, Any], options: argparse.Namespace) -> dict[str, f
     indices = iter(range(options.warmup + options.steps))
 
     def step() -> None:
-        trainer.forward_backward(next(indices))
+        trainer.forward_backward(trainer.batch(next(indices)))
         trainer.update()
 
     for _ in range(options.warmup):
