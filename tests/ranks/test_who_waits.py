@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def trained(backend: str, steps: int = 2) -> tuple[Blocks, Any]:
     return model, pg
 
 
+def texts_while_one_is_late(act: Callable[[], Any]) -> list[str]:
+    """What is logged while all ranks but one are in ``act``, which the late one calls after the report."""
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            report.wait()
+        act()
+        report.wait()
+    return report.texts
+
+
 def told(texts: list[str], before: int) -> str:
     """With the steps of this test alone, and without times and lines."""
     text = re.sub(r"for \d+ s|py:\d+", lambda found: re.sub(r"\d+", "N", found[0]), "\n".join(texts))
@@ -117,13 +128,8 @@ BLOCKS_ONLY = [pytest.param("gloo", marks=pytest.mark.slow), "only blocks"]
 def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(backend: str) -> None:
     before = monitor_of_job().steps
     model, _ = trained(backend)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            report.wait()
-        step(model)
-        report.wait()
     assert_expected_inline(
-        told(report.texts, before),
+        told(texts_while_one_is_late(lambda: step(model)), before),
         """shardwise.ranks.watch WARNING: No progress for N s: ranks 0, 2 waiting for the all-gather of 'blocks.0' (step 3, forward); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
@@ -154,13 +160,8 @@ def test_a_model_of_the_same_names_hides_nothing(backend: str) -> None:
 def test_a_call_that_one_rank_has_not_made(backend: str) -> None:
     before = monitor_of_job().steps
     model, _ = trained(backend)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            report.wait()
-        clip_grad_norm_(model, 1.0)
-        report.wait()
     assert_expected_inline(
-        told(report.texts, before),
+        told(texts_while_one_is_late(lambda: clip_grad_norm_(model, 1.0)), before),
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 in clip_grad_norm_() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
 
@@ -171,12 +172,7 @@ def test_a_checkpoint_that_one_rank_alone_saves_or_loads(tmp_path: Path) -> None
     model, _ = trained("gloo")
     texts = []
     for act in (save_checkpoint, load_checkpoint):
-        with reporting() as report:
-            if dist.get_rank() == LATE:
-                report.wait()
-            act(str(tmp_path / "step-1"), model)
-            report.wait()
-        texts += report.texts
+        texts += texts_while_one_is_late(partial(act, str(tmp_path / "step-1"), model))
     assert_expected_inline(
         told(texts, before),
         """\
