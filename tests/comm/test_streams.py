@@ -218,6 +218,18 @@ def test_a_host_stream_keeps_small_buffers(num_bytes: int, is_kept: bool) -> Non
     assert (stream.acquire(num_bytes, CPU) is scratch) == is_kept
 
 
+@pytest.mark.parametrize(("smallest", "is_kept"), [(2 << 20, True), (16, False)])
+def test_a_host_stream_keeps_few_sizes_of_small_buffers(smallest: int, is_kept: bool) -> None:
+    """Sizes that are not kept do not count."""
+    stream = HostStream()
+    kept = stream.acquire(8, CPU)
+    stream.release(kept)
+    for number in range(40):
+        stream.release(stream.acquire(smallest + number, CPU))
+    stream.release(stream.acquire(12, CPU))
+    assert (stream.acquire(8, CPU) is kept) == is_kept
+
+
 # --- reductions -----------------------------------------------------------------------------------
 
 
