@@ -111,6 +111,16 @@ def test_the_next_wait_is_reported_anew(pair: Pair) -> None:
     assert len(pair.messages) == 4
 
 
+def test_two_calls_are_two_waits_though_no_look_falls_between_them(pair: Pair) -> None:
+    activity = pair.first.activity
+    for count, name in [(1, "save_checkpoint"), (1, "load_checkpoint"), (2, "load_checkpoint")]:
+        activity.waiting = None  # frees the object: the next one usually gets its address
+        activity.waiting = Wait("call", name, list, 1, count)
+        activity.calls[name] += 1
+        pair.pass_seconds(2 * REPORT_S)
+    assert len(pair.messages) == 6
+
+
 def test_ranks_that_compute_long_or_are_at_a_prompt_are_not_reported(pair: Pair) -> None:
     first, second = pair.both
     first.activity.phase = "forward"

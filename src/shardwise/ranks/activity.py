@@ -137,9 +137,10 @@ class RankActivity:
     def count_look(self) -> Wait | None:
         """Count one look of the monitor, and return ``last_wait``. Looks are counted, not seconds: a process
         that was stopped for an hour has not waited an hour."""
-        waiting = self.waiting
-        # Waits by their ids: holding one would keep its model alive until the next look.
-        seen = id(waiting), waiting and waiting.number, id(self.issuing), self.issued, self.steps, self.phase
+        waiting, issuing = self.waiting, self.issuing
+        # Kinds: to hold a wait would keep its model alive, and the wait of the next call may get its id.
+        doing = waiting and (waiting.kind, waiting.number, waiting.count), issuing and issuing.kind
+        seen = doing, self.issued, self.steps, self.phase
         self.quiet_looks = self.quiet_looks + 1 if seen == self._seen else 0
         self._seen = seen
         return self.last_wait

@@ -69,7 +69,7 @@ class StallReporter:
         self._activity = activity
         self._interval_s = interval_s
         self.limit_s = limit_of_environment()
-        self._oldest: tuple[int, int] | None = None  # the current wait, once queried
+        self._oldest: tuple[str, int] | None = None  # the kind and count of the current wait, once queried
         self._oldest_looks = 0  # since it last changed
         self._told_until: float = 0  # quiet looks: this wait was reported, or its round gave no report
         self._since_asked = 0
@@ -88,7 +88,7 @@ class StallReporter:
         # graph in another thread.
         if quiet >= self._looks(self.limit_s / 3):
             awaited = self._activity.awaited()
-            oldest = None if awaited is None else (id(awaited[0]), awaited[1])
+            oldest = None if awaited is None else (awaited[0].kind, awaited[1])
             self._oldest_looks = self._oldest_looks + 1 if oldest == self._oldest else 0
             self._oldest = oldest
         limit, between = self._looks(self.limit_s), self._looks(self.limit_s / _ASKED_IN_LIMIT)
