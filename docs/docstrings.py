@@ -1,6 +1,7 @@
 """Docstrings as Markdown: they are written for readers of the source, in the manner of torch's own."""
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
@@ -20,11 +21,16 @@ class Docstrings(griffe.Extension):
 def as_markdown(text: str) -> str:
     """The same text, where Markdown would show it otherwise."""
     text = re.sub(r":(?:func|class|meth|mod|attr|data):`([^`]*)`", r"`\1`", text)
-    text = re.sub(r"^( *)Example::$", r"\1**Example**", text, flags=re.MULTILINE)
+    text = re.sub(r"^( *)Example::\n((?:\n|\1    .*(?:\n|\Z))+)", _highlighted, text, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
     return re.sub(
         r"^=+(?:  =+)+\n(?:.+\n)+?=+(?:  =+)+\n(?:.+\n)+?=+(?:  =+)+$", _indented, text, flags=re.MULTILINE
     )
+
+
+def _highlighted(match: re.Match[str]) -> str:
+    fenced = f"**Example**\n\n```python\n{textwrap.dedent(match[2]).strip()}\n```\n\n"
+    return textwrap.indent(fenced, match[1])
 
 
 def _indented(match: re.Match[str]) -> str:

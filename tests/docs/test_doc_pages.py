@@ -111,3 +111,29 @@ def test_ci_runs_the_readmes_commands() -> None:
     }
     assert len(two) == 2
     assert two <= set((ROOT / ".ci" / "run").read_text().splitlines())
+
+
+def figures(page: Path) -> list[tuple[str, str, str, str]]:
+    """Rows of the table against other libraries: a library, its time, ours, and the ratio."""
+    return re.findall(
+        r"^\| (\w+).* \| (\d+) ms \| (\d+) ms \| ([\d.]+) \|$", page.read_text(), flags=re.MULTILINE
+    )
+
+
+def test_the_home_page_shows_what_the_readme_shows() -> None:
+    assert figures(DOCS / "index.md") == figures(ROOT / "README.md")
+    assert blocks(DOCS / "index.md", "diff") == blocks(ROOT / "README.md", "diff")
+
+
+def test_the_readmes_figures_are_those_that_were_recorded() -> None:
+    section = (
+        (ROOT / "bench" / "README.md").read_text().partition("## Other libraries")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| (\d+) \| ([\d.]+)", section, flags=re.MULTILINE)
+    recorded = {(kind, library): (time, ratio) for kind, library, time, ratio in rows}
+    shown = figures(ROOT / "README.md")
+    assert [library for library, *_ in shown] == ["DeepSpeed", "FSDP2", "FSDP1", "DDP"]
+    for library, time, ours, ratio in shown:
+        kind = "ddp" if library == "DDP" else "zero3"
+        assert recorded[kind, library] == (time, ratio)
+        assert recorded[kind, "shardwise"] == (ours, "1")

@@ -1,4 +1,4 @@
-"""Every program of the README and of docs/ runs as it stands, as a file of its own, and does what is said beside it.
+"""Every program of docs/ runs as it stands, as a file of its own, and does what is said beside it.
 
 Here in worlds of processes that are there already; the slow ones start each by torchrun, as a reader does.
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from doc_programs import PAGES, ROOT, Program, blocks, migrations, programs
+from doc_programs import PAGES, ROOT, Program, blocks, migrations, programs, sides
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
@@ -29,11 +29,8 @@ from torch._dynamo.utils import counters
 PROGRAMS = [each for each in programs() if not each.needs_gpus]  # those: tests/software_gpu
 MIGRATIONS = migrations()
 SHOWN_BELOW = {
-    "README.md",
-    *(
-        f"docs/{page}.md"
-        for page in ("tutorial", "guides/strategies", "guides/checkpoints", "guides/look-inside")
-    ),
+    f"docs/{page}.md"
+    for page in ("tutorial", "guides/strategies", "guides/checkpoints", "guides/look-inside")
 }
 BY_RANKS = {ranks: [each for each in PROGRAMS if each.ranks == ranks] for ranks in (2, 4)}
 
@@ -108,7 +105,7 @@ def skip_without_packages(program: Program) -> None:
 
 def test_every_page_is_read() -> None:
     assert len(PAGES) > 25
-    assert {each.page for each in PROGRAMS} >= {"README.md", "docs/tutorial.md", "docs/guides/lora.md"}
+    assert {each.page for each in PROGRAMS} >= {"docs/index.md", "docs/tutorial.md", "docs/guides/lora.md"}
     assert [each for each in PROGRAMS if each.ranks not in BY_RANKS] == []
     assert set(MIGRATIONS) == {"ddp", "deepspeed", "fsdp1", "fsdp2"}
 
@@ -152,10 +149,35 @@ def test_a_program_runs_under_torchrun(program: Program, tmp_path: Path) -> None
 # --- the README -----------------------------------------------------------------------------------
 
 
-def test_the_readme_shows_the_quickstart() -> None:
-    (code,) = blocks(ROOT / "README.md", "python")
-    assert code == (ROOT / "examples" / "quickstart.py").read_text()
-    assert len(code.splitlines()) <= 40
+AROUND_A_CHANGE = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+model = nn.Sequential()
+model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+model.head = nn.Linear(8, 8)
+{change}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(3):
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["FSDP2", "DDP"])
+def test_a_change_that_the_readme_shows_trains_as_before(index: int, world2: World, tmp_path: Path) -> None:
+    codes = [AROUND_A_CHANGE.format(change=side) for side in sides(blocks(ROOT / "README.md", "diff")[index])]
+    assert ("shardwise" in codes[0], "shardwise" in codes[1]) == (False, True)
+    before, after = written(tmp_path, codes)
+    expected = world2.run(last_loss, before, str(tmp_path))
+    assert world2.run(last_loss, after, str(tmp_path)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -167,7 +189,7 @@ def test_the_quickstart_learns(world2: World, tmp_path: Path) -> None:
     assert losses[0] > 1.0
     assert losses[-1] < 0.7
     assert others[quickstart] == ""
-    assert (tmp_path / "runs" / "quickstart" / ".metadata").exists()
+    assert (tmp_path / "runs" / "step-100" / ".metadata").exists()
 
 
 # --- what is said beside a program ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The examples and the README's program on software GPUs: they learn what they learn on the host."""
+"""The examples on software GPUs: they learn what they learn on the host."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def losses_in(printed: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("late", "devices"), [(0, 1), (0, 2), (2, 2)])
-def test_the_program_of_the_readme_learns(late: int, devices: int, tmp_path: Path) -> None:
+def test_the_quickstart_learns(late: int, devices: int, tmp_path: Path) -> None:
     """On the host, if there are fewer devices than processes."""
     seen = {"SOFTWARE_GPU_COUNT": str(devices)}
     quickstart = EXAMPLES / "quickstart.py"
