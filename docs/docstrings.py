@@ -10,6 +10,10 @@ import griffe
 class Docstrings(griffe.Extension):
     """Turns roles, literal blocks and simple tables of reStructuredText into Markdown."""
 
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called for the top, whose page has a beginning of its own."""
+        pkg.docstring = None
+
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object, once it is loaded."""
         if obj.docstring is not None:

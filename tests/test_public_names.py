@@ -103,6 +103,19 @@ def test_the_reference_lists_what_a_package_has_beyond_the_top(home: str) -> Non
     assert told <= there | {*shardwise.__all__, "register_comm_hook", "shard_placement_fn"}
 
 
+def test_a_function_named_like_its_file_has_an_entry_of_its_own_in_the_reference() -> None:
+    """The entry of its package leaves it out: there, the name is that of the file."""
+    folder = Path(shardwise.__file__).parent
+    hidden = {
+        f"{thing.__module__}.{thing.__name__}"
+        for name, thing in public_names().items()
+        if folder.joinpath(*name.split(".")).with_suffix(".py").exists()
+    }
+    pages = "".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    assert hidden
+    assert hidden - {*re.findall(r"^::: (.*)$", pages, flags=re.MULTILINE)} == set()
+
+
 def test_options_are_passed_by_name() -> None:
     """A call takes one optional operand by position at most; what torch's own signatures allow stays."""
     torchs = {
