@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -61,21 +62,21 @@ def run(script: str, folder: str) -> tuple[dict[str, Any], str]:
     before = os.getcwd()
     os.chdir(folder)
     forget_graphs()
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # PEFT 0.21 reads it
     torch.manual_seed(1 + dist.get_rank())  # a program has to seed by itself what is to be equal
     size = str(dist.get_world_size())
     ours = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     try:
         with (
             mock.patch.dict(os.environ, ours),
-            mock.patch.dict(
-                sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=PrintingWriter)}
-            ),
+            pytest.MonkeyPatch.context() as patch,  # not patch.dict, which forgets what a program imports
             mock.patch.object(dist, "init_process_group"),
             mock.patch.object(dist, "destroy_process_group"),
             # A back end that needs no C++.
             mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")),
             contextlib.redirect_stdout(printed),
         ):
+            patch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=PrintingWriter))
             names = runpy.run_path(script)
     finally:
         os.chdir(before)
@@ -96,10 +97,8 @@ def written(folder: Path, codes: list[str]) -> list[str]:
 def skip_without_packages(program: Program) -> None:
     """Pages of docs/interop are about packages that the tests do not all install."""
     if program.missing:
-        assert program.page.startswith("docs/interop/") or program.missing in (
-            ["transformers"],
-            ["tensorboard"],
-        )
+        others = {"peft", "tensorboard", "transformers"}
+        assert program.page.startswith("docs/interop/") or {*program.missing} <= others
         pytest.skip(f"{', '.join(program.missing)}: not installed")
 
 
