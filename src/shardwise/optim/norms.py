@@ -391,7 +391,8 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     length = room or round_up(own.numel() + 1, 4) - 1
     first, rest = flat[:length], flat[length:]
     sent = own.new_zeros(world, length + 1)
-    sent[rank, : len(first)], sent[rank, -1] = first, passed.number
+    sent[rank, : len(first)] = first
+    sent[rank, -1].fill_(passed.number)  # an assignment copies from the host, which a CUDA graph cannot capture
     dist.all_reduce(sent, group=pg)
     passed.compare(sent[:, -1])
     found = sent[:, : len(first)]
