@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from doc_programs import programs
+from doc_programs import Program, programs
 from models import shard_tower
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -252,9 +252,8 @@ def last_and_first_loss_of(code: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_the_program_of_the_guide_learns() -> None:
-    (program,) = [each for each in programs() if each.needs_gpus]
-    assert program.page == "docs/guides/gpu.md"
+@pytest.mark.parametrize("program", [each for each in programs() if each.needs_gpus], ids=str)
+def test_a_program_of_the_guide_learns(program: Program) -> None:
     for last, first in run_on_gpus(2, last_and_first_loss_of, program.code):
         assert last < 0.9 * first
 

@@ -30,7 +30,7 @@ class Program:
     @property
     def needs_gpus(self) -> bool:
         """Whether only devices can run it. The others choose CPUs where there are none."""
-        return "torch.cuda.graph" in self.code
+        return 'torch.device("cuda"' in self.code
 
     @property
     def ranks(self) -> int:
