@@ -1,6 +1,7 @@
 """What the pages quote is there: messages, files, links, commands."""
 
 import ast
+import builtins
 import itertools
 import re
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from doc_programs import PAGES, ROOT, blocks
+from torch import nn
 
 import shardwise
+from shardwise import FSDPModule, save_checkpoint
 
 DOCS = ROOT / "docs"
 
@@ -32,6 +35,17 @@ def test_the_messages_are_those_of_the_library() -> None:
     texts = texts_in_the_source()
     assert len(quoted) > 20
     assert [message for message in quoted if not any(message in text for text in texts)] == []
+
+
+def test_the_messages_of_python_are_those_that_it_raises() -> None:
+    rows = re.findall(
+        r"^\| (\w+Error): `(.*?)` \| `(?:with )?(.*?):?` \|", (DOCS / "errors.md").read_text(), re.MULTILINE
+    )
+    names = {"model": type("Sharded", (FSDPModule, nn.Linear), {})(1, 1), "save_checkpoint": save_checkpoint}
+    assert len(rows) == 5
+    for error, message, call in rows:
+        with pytest.raises(getattr(builtins, error), match=re.escape(message)):
+            eval(call, names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
