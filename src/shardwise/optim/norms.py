@@ -392,7 +392,7 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     first, rest = flat[:length], flat[length:]
     sent = own.new_zeros(world, length + 1)
     sent[rank, : len(first)] = first
-    sent[rank, -1].fill_(passed.number)  # an assignment copies from the host, which a CUDA graph cannot capture
+    sent[rank, -1].fill_(passed.number)  # to assign it is a copy from the host, which no CUDA graph captures
     dist.all_reduce(sent, group=pg)
     passed.compare(sent[:, -1])
     found = sent[:, : len(first)]
