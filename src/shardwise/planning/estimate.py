@@ -265,16 +265,34 @@ class _Runs:
 def _largest_batch(
     runs: _Runs, row: StrategyEstimate, sizes: tuple[int, ...], limit: int, sample: Any
 ) -> int:
-    """The largest batch with which ``row`` fits; 0: none does. By doubling or halving, then in between."""
-    size, peak = batch_size_of(sample), row.peak.num_bytes
-    least, most = 0, _LARGEST_BATCH
+    """The largest batch with which ``row`` fits; 0: none does."""
+    size = batch_size_of(sample)
+    peaks = {size: row.peak.num_bytes}
     while True:
-        least, most = (size, most) if peak <= limit else (least, size)
+        fitting = sorted(size for size, peak in peaks.items() if peak <= limit)
+        others = sorted(size for size, peak in peaks.items() if peak > limit)
+        least, most = max(fitting, default=0), min(others, default=_LARGEST_BATCH)
         if most - least <= 1:
             return least
-        size = 2 * size if most == _LARGEST_BATCH else size // 2 if least == 0 else (least + most) // 2
-        size = min(max(size, least + 1), most - 1)
-        peak = runs.run(row.strategy, sizes, row.is_checkpointed, sample=resized(sample, size)).peak.num_bytes
+        size = min(max(_next_size(peaks, limit, fitting, others), least + 1), most - 1)
+        run = runs.run(row.strategy, sizes, row.is_checkpointed, sample=resized(sample, size))
+        peaks[size] = run.peak.num_bytes
+
+
+def _next_size(peaks: Mapping[int, int], limit: int, fitting: Sequence[int], others: Sequence[int]) -> int:
+    """Where a line through two of the known ``peaks`` meets ``limit``.
+
+    Peaks grow with the batch along a few lines, the later ones steeper. So by turns, the line is the one
+    through the last size that fits and the first that does not, or through the first two that do not.
+    """
+    ends = others[:2] if len(peaks) % 2 or not fitting else [fitting[-1], *others[:1]]
+    if not others:
+        ends = fitting[-2:]
+    if len(ends) == 2 and peaks[ends[0]] < peaks[ends[1]]:
+        rise = (peaks[ends[1]] - peaks[ends[0]]) / (ends[1] - ends[0])
+        met = int(ends[0] + (limit - peaks[ends[0]]) / rise)
+        return met if others else min(met, 16 * fitting[-1])
+    return ((fitting[-1] if fitting else 0) + others[0]) // 2 if others else 2 * fitting[-1]
 
 
 _LARGEST_BATCH = 1 << 24
