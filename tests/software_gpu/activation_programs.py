@@ -144,7 +144,7 @@ def differences(names: list[str]) -> dict[str, float]:
 
 
 def kept(offloads: bool | None) -> dict[str, int]:
-    """In inputs of a layer: what forward leaves, and the peak; then what later steps allocate and wait for."""
+    """In inputs of a layer: what forward leaves, and the peak; then what later steps pin and wait for."""
     model = sharded(offloads)
     x = batch(0)
     torch.cuda.reset_peak_memory_stats()
@@ -161,12 +161,12 @@ def kept(offloads: bool | None) -> dict[str, int]:
         model(x).backward()
         model.zero_grad()
     torch.cuda.synchronize()
-    return found | {name: value - before[name] for name, value in counted().items() if name != "device waits"}
+    return found | {name: value - before[name] for name, value in counted().items()}
 
 
 def counted() -> dict[str, int]:
     counts = inside.counts()
-    waits = {name: counts[name] for name in ("allocations", "stream waits", "event waits")}
+    waits = {name: counts[name] for name in ("stream waits", "event waits")}
     return {**waits, "pinned": torch.cuda.host_memory_stats()["num_host_alloc"]}
 
 

@@ -39,7 +39,7 @@ def found() -> Any:
     return run_on_gpus(1, kept_and_refused, late=2)[0]
 
 
-def test_forward_leaves_no_inputs_and_steady_steps_allocate_nothing(found: Any) -> None:
+def test_forward_leaves_no_inputs_and_steady_steps_wait_for_nothing(found: Any) -> None:
     """Of six layers: an input each; the last one's alone, with what is around the layers."""
     kept, _ = found
     assert kept["False"]["after forward"] == kept["True"]["after forward"] + 5
