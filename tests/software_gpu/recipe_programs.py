@@ -187,6 +187,9 @@ RECIPES: dict[str, Recipe] = {
     "hybrid, bfloat16": replace(ROUNDED, hybrid=True, settings={"mp_policy": BF16}),
     "replicated": Recipe(settings={"dp_mesh_dims": DataParallelMeshDims(replicate="ranks")}),
     "resharded to half": Recipe(settings={"reshard_after_forward": "half"}),
+    "resharded to half, accumulated without sync": Recipe(
+        settings={"reshard_after_forward": "half"}, accumulated=3, syncs=False
+    ),
     "resharded to half, bfloat16": replace(
         ROUNDED, settings={"reshard_after_forward": "half", "mp_policy": BF16}
     ),
