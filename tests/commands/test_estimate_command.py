@@ -39,6 +39,12 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(
     assert (tmp_path / "found.png").stat().st_size > 5000
 
 
+def test_inputs_of_blocks_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--checkpointing", "offload"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("zero3")]
+    assert row.split()[2] == "offloaded"
+
+
 def test_the_model_of_a_config_of_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}

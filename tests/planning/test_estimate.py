@@ -119,9 +119,10 @@ def test_what_would_have_to_change_where_nothing_fits() -> None:
         """\
  fits in 45.00 MB: zero3 needs the least, and is 29.71 MB over.
   8 ranks: 38.87 MB, fits
-  shards, gradients and optimizer in host memory: 43.71 MB, fits
-  computing in bf16: 69.83 MB, does not fit
-  activation checkpointing: 74.54 MB, does not fit""",
+  shards, gradients and optimizer in host memory: 43.72 MB, fits
+  computing in bf16: 69.84 MB, does not fit
+  activation checkpointing: 74.55 MB, does not fit
+  activation checkpointing, with activations in host memory: 74.55 MB, does not fit""",
     )
     # Each change does what it says.
     (by_ranks,) = [change for change in found.changes if change.what.endswith("ranks")]
@@ -210,6 +211,25 @@ def test_checkpointing_keeps_less_of_activations() -> None:
     assert with_it.activations is not None
     assert with_it.activations < 0.5 * without.activations
     assert with_it.sent == without.sent
+
+
+def test_offloading_leaves_inputs_of_two_blocks_on_the_device() -> None:
+    rows, width, depth = 999, 512, 6
+    arguments: dict[str, Any] = {"world": 4, "strategy": "zero3", "batch": torch.empty(rows, width)}
+    kept, moved = (
+        estimate(on_meta(depth=depth), activation_checkpointing=True, activation_offloading=on, **arguments)
+        for on in (False, True)
+    )
+    num_bytes = 4 * rows * width
+    forwards = [found.rows[0].peaks["forward"].num_bytes for found in (kept, moved)]
+    assert forwards[0] - forwards[1] == (depth - 2) * num_bytes
+    assert not kept.rows[0].offloads_activations
+    assert moved.rows[0].offloads_activations
+    assert "offloaded" in str(moved)
+    # Beside rows that keep everything, without being asked for checkpointing.
+    both = estimate(on_meta(depth=depth), activation_offloading=True, **arguments).rows
+    assert [row.as_dict()["activations_offloaded"] for row in both] == [False, True]
+    assert both[1].peaks == moved.rows[0].peaks
 
 
 def test_the_picture_says_what_it_is_of_and_its_labels_stay_inside() -> None:
@@ -427,6 +447,12 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             r"estimate: loss\(\) on the output of the Tower failed on.*: AttributeError",
         ),
         ({"world": 8, "activation_checkpointing": True}, "activation_checkpointing needs a batch"),
+        ({"world": 8, "activation_offloading": True}, "activation_offloading needs"),
+        (
+            {"world": 8, "batch": BATCH, "activation_offloading": True, "activation_checkpointing": False},
+            "activation_offloading needs activation checkpointing",
+        ),
+        ({"world": 8, "batch": BATCH, "activation_offloading": True, "device": "cpu"}, 'device="cuda"'),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:

@@ -45,7 +45,9 @@ _GATHER = ("Unsharded._start", "Unsharded.unshard")
 _GATHER_AGAIN = ("Unsharded._start", "Unsharded.unshard_again")
 _GATHER_AHEAD = ("Unsharded._start", "Unsharded.unshard_ahead")
 _FREE = ("Unsharded._free_buffers", "Unsharded._free")
-_KEEP_PART = ("Unsharded.keep_part", "ForwardPass._reshard")
+_KEEP_PARTS = [
+    ("Unsharded.keep_part", caller) for caller in ("ForwardPass._reshard", "UnshardedGroups.keep_for_next")
+]
 _COPY_IN = ("UnshardedBucket._on_device", "UnshardedBucket.start_all_gather")
 _HOST_WRITES = ("Root.let_host_write", "Root.finish_reductions")
 _HOST_WRITES_SOON = ("Root.let_host_write", "ForwardPass.end")
@@ -121,8 +123,9 @@ HARMLESS = {
         "enter", _HOOK
     ): "the hook then runs on the stream that it would wait for, and that would wait for it",
     Site("enter", _FREE): "freed memory goes back to the stream that allocated it, whichever is current",
-    Site("enter", _KEEP_PART): (
-        "the part then belongs to the computing stream, which waits for each all-gather from it before it is dropped"
+    **dict.fromkeys(
+        (Site("enter", keep) for keep in _KEEP_PARTS),
+        "the part then belongs to the computing stream, which waits for each all-gather from it before it is dropped",
     ),
     **{
         Site("wait_stream", ("Root.hand_over", caller)): (
@@ -136,8 +139,9 @@ HARMLESS = {
     Site("wait_event", _HOST_WRITES): (
         "the next forward has the copying stream wait for all of the all-gathers before it allocates"
     ),
-    Site("wait_stream", _KEEP_PART): (
-        "what is copied was gathered on the same stream; the computation only reads it"
+    **dict.fromkeys(
+        (Site("wait_stream", keep) for keep in _KEEP_PARTS),
+        "what is copied was gathered on the same stream; the computation only reads it",
     ),
 }
 

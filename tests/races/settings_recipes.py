@@ -63,6 +63,7 @@ RECIPES: dict[str, Recipe] = {
     "reentrant checkpointing": trained(model=partial(Checkpointed, use_reentrant=True)),
     "parts kept until backward": trained(reshard_after_forward=2),
     "parts kept until backward, mixed precision": trained(reshard_after_forward=2, mp_policy=MIXED),
+    "parts kept between microbatches": trained(reshard_after_forward=2, microbatches=3),
     "kept until backward": trained(reshard_after_forward=False),
     "kept storage": trained(prepare=lambda model: model.set_keep_unsharded_storage(True)),
     "kept after backward": trained(prepare=lambda model: model.set_reshard_after_backward(False)),

@@ -142,7 +142,7 @@ class Recipe:
     model: Callable[[], nn.Module] = Model
     optimizer: MakeOptimizer = sgd  # AdamW hides a factor that all gradients have
     plain_optimizer: MakeOptimizer | None = None  # None: `optimizer`
-    settings: dict[str, Any] = field(default_factory=dict)  # of fully_shard
+    settings: dict[str, Any] = field(default_factory=dict)  # of fully_shard, or of shard_model
     strategy: str | None = None  # of shard_model, which then shards
     hybrid: bool = False  # on a mesh of two replicas
     prepare: Callable[[Any], Any] = lambda model: None  # after sharding
@@ -187,6 +187,9 @@ RECIPES: dict[str, Recipe] = {
     "hybrid, bfloat16": replace(ROUNDED, hybrid=True, settings={"mp_policy": BF16}),
     "replicated": Recipe(settings={"dp_mesh_dims": DataParallelMeshDims(replicate="ranks")}),
     "resharded to half": Recipe(settings={"reshard_after_forward": "half"}),
+    "resharded to half, accumulated without sync": Recipe(
+        settings={"reshard_after_forward": "half"}, accumulated=3, syncs=False
+    ),
     "resharded to half, bfloat16": replace(
         ROUNDED, settings={"reshard_after_forward": "half", "mp_policy": BF16}
     ),
@@ -213,6 +216,9 @@ RECIPES: dict[str, Recipe] = {
     "optimizer's state offloaded": Recipe(optimizer=offloaded_state, plain_optimizer=adamw),
     "checkpointed": Recipe(model=functools.partial(checkpointed, False)),
     "checkpointed, reentrant": Recipe(model=functools.partial(checkpointed, True)),
+    "checkpointed, activations offloaded": Recipe(
+        strategy="zero3", settings={"activation_checkpointing": True, "activation_offloading": True}
+    ),
     "tied": Recipe(model=tied),
     "tied, hybrid": Recipe(model=tied, hybrid=True),
     "frozen": Recipe(model=frozen),
@@ -316,7 +322,7 @@ def sharded(recipe: Recipe, mesh: DeviceMesh, settings: dict[str, Any]) -> Resul
     if recipe.strategy is None:
         shard_tower(model, mesh=mesh, **settings)
     else:
-        shardwise.shard_model(model, strategy=recipe.strategy)
+        shardwise.shard_model(model, strategy=recipe.strategy, **settings)
     recipe.prepare(model)
     optimizer = recipe.optimizer(model)
     scaler = shardwise.GradScaler("cuda", init_scale=2.0**8) if recipe.scaled else None

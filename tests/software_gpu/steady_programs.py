@@ -165,8 +165,7 @@ def estimated(strategy: str, **settings: Any) -> dict[str, int]:
         world=(2, world // 2) if strategy.startswith("hybrid") else world,
         strategy=strategy,
         batch=batch_of(0, SIZES),
-        activation_checkpointing=False,
-        **settings,
+        **{"activation_checkpointing": False, **settings},
     ).rows
     return {phase: peak.num_bytes for phase, peak in row.peaks.items()}
 

@@ -78,6 +78,20 @@ def test_estimates_with_offload_are_close_to_what_the_allocator_says() -> None:
                 assert 0.8 < phases[phase] < 1.1, (name, phase, phases)
 
 
+def offloaded_activations_against_estimates(strategies: list[str]) -> dict[str, dict[str, float]]:
+    both = {"activation_checkpointing": True, "activation_offloading": True}
+    return steady_programs.peaks_against_estimates(strategies, **both)
+
+
+@pytest.mark.slow
+def test_estimates_with_activations_in_host_memory_are_what_the_allocator_says() -> None:
+    for found in run_on_gpus(2, offloaded_activations_against_estimates, ["zero3", "zero2"], timeout_s=400):
+        assert len(found) == 4
+        for name, phases in found.items():
+            for phase, part in phases.items():
+                assert 0.9 < part < 1.1, (name, phase, part)
+
+
 @pytest.mark.slow
 def test_a_step_takes_the_blocks_that_are_documented() -> None:
     """docs/explain/memory.md, with the root's own parameters on top: a thirtieth of a block."""

@@ -48,6 +48,7 @@ class DropoutTower(nn.Module):
 WAYS: dict[str, dict[str, Any]] = {
     "blocks": {"activation_checkpointing": True},
     "a class": {"activation_checkpointing": nn.Linear},
+    "on the host already": {"activation_checkpointing": True, "activation_offloading": True},
     "a predicate": {"activation_checkpointing": lambda module: isinstance(module, nn.LayerNorm)},
     "compiled": {"compile": {"backend": "aot_eager"}},
     "both": {"activation_checkpointing": "blocks", "compile": {"backend": "aot_eager"}},
@@ -133,6 +134,17 @@ class Nested(nn.Module):
         return x
 
 
+@on_ranks(2)
+def test_activations_that_are_on_the_host_stay_where_they_are() -> None:
+    saved = [
+        saved_bytes(
+            shard_model(built(Tower), wrap=Block, activation_checkpointing=True, activation_offloading=on)
+        )
+        for on in (False, True)
+    ]
+    assert saved[0] == saved[1]
+
+
 @on_ranks(1)
 def test_of_modules_inside_each_other_the_outermost_is_run_again() -> None:
     model = built(Nested)
@@ -188,6 +200,13 @@ def test_explain_shows_what_was_done(world2: World) -> None:
 activation checkpointing: inlet ... outlet
 compiled: blocks.0 ... blocks.2""",
     )
+    offloaded = world2.run(explained, activation_checkpointing=True, activation_offloading=True)[0]
+    assert_expected_inline(
+        "\n".join(offloaded.splitlines()[len(plain) :]),
+        """\
+activation checkpointing: blocks.0 ... blocks.2
+activation offloading: blocks.0 ... blocks.2""",
+    )
 
 
 def chosen_automatically(activation_checkpointing: Any) -> str:
@@ -225,6 +244,26 @@ REFUSED = {
         lambda model: shard_model(model, activation_checkpointing=nn.ModuleList),
         "'blocks'",
         "no forward",
+        A_REMEDY,
+    ),
+    "offloading of what is not kept": refused(
+        lambda model: shard_model(model, activation_offloading=True),
+        "ValueError",
+        "activation_checkpointing is not set",
+        A_REMEDY,
+    ),
+    "offloading in graphs": refused(
+        lambda model: shard_model(
+            model, activation_checkpointing=True, activation_offloading=True, compile=True
+        ),
+        "ValueError",
+        "does not work with compile",
+        A_REMEDY,
+    ),
+    "a device to offload to": refused(
+        lambda model: shard_model(model, activation_checkpointing=True, activation_offloading="cpu"),
+        "TypeError",
+        "is 'cpu'",
         A_REMEDY,
     ),
     "an unknown backend": refused(

@@ -198,6 +198,8 @@ class UnshardedBucket:
         self._device = bucket.mesh.device
         self._among_few: AllGather | None = None
         self._post_forward_shard: Tensor | None = None
+        self._flat_shard_then: Tensor | None = None
+        """The flat shard as it was when ``note_flat_shard`` was called."""
         self.buffer = self._make_params()
         self.full_params = [param.unsharded for param in bucket.params if param.unsharded is not None]
 
@@ -285,6 +287,10 @@ class UnshardedBucket:
         """Copy the flat shard to ``target``, in the compute dtypes."""
         cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
 
+    def note_flat_shard(self) -> None:
+        """Have ``differs`` compare with what the sharded parameters are now, until the parts are dropped."""
+        self._flat_shard_then = self._bucket.flat_shard.bytes.clone()
+
     def keep_post_forward_shard(self) -> None:
         """Keep this rank's post-forward shard, to gather from next; only if a few ranks keep parameters."""
         if self._among_few is None:
@@ -298,6 +304,7 @@ class UnshardedBucket:
 
     def drop_post_forward_shard(self) -> None:
         """Free the post-forward shard."""
+        self._flat_shard_then = None
         if self._post_forward_shard is not None:
             self._post_forward_shard = None
             self._start_from_flat_shard()
@@ -316,6 +323,8 @@ class UnshardedBucket:
         optimizers, and changes through ``.data``, do not count on a DTensor. Does not wait.
         """
         bucket, slots = self._bucket, self._bucket.computed.slots
+        if self._flat_shard_then is not None:
+            return torch.ne(bucket.flat_shard.bytes, self._flat_shard_then).any().to(self._device)
         answer = torch.zeros((), dtype=torch.bool, device=self._device)
         if self._is_alone and self._sends_flat_shard:
             return answer

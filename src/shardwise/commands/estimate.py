@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", help=f"{', '.join(known_optimizers())}; default adamw"
     )
     parser.add_argument(
-        "--checkpointing", choices=("yes", "no", "both"), help="activation checkpointing of each block"
+        "--checkpointing",
+        choices=("yes", "no", "both", "offload"),
+        help="activation checkpointing of each block; offload: with the blocks' inputs in host memory",
     )
     parser.add_argument("--memory", help="what a rank has, such as 80GB or h100")
     parser.add_argument(
@@ -73,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
                 world=arguments.world,
                 strategy=arguments.strategy,
                 batch=_with_labels(batch) if is_of_hub else batch,
-                activation_checkpointing={"yes": True, "no": False}.get(arguments.checkpointing),
+                activation_checkpointing={"yes": True, "no": False, "offload": True}.get(
+                    arguments.checkpointing
+                ),
+                activation_offloading=arguments.checkpointing == "offload",
                 mp_policy=arguments.mp,
                 offload_policy=arguments.offload,
                 optimizer=arguments.optimizer,

@@ -330,7 +330,10 @@ class BackwardPass:
         for feature in root.features:
             if feature.is_needed_later(group):
                 return
-        root.unsharded_groups.reshard(group)
+        if group.settings.ranks_that_keep and not group.settings.requires_gradient_sync:
+            root.unsharded_groups.keep_for_next(group)
+        else:
+            root.unsharded_groups.reshard(group)
 
     # --- gradients --------------------------------------------------------------------------------
 

@@ -113,8 +113,9 @@ class ForwardPass:
         """Reshard groups that earlier passes have kept and this one cannot use."""
         root, held = self._root, self._root.unsharded_groups
         for group, reason in list(held.reasons.items()):
-            if group.unsharded.state is PARTLY:  # kept by an earlier forward, and no longer needed
-                held.reshard(group)
+            is_for_next = group.unsharded.keeps_until_changed and root.ranks_run_alike
+            if group.unsharded.state is PARTLY and not is_for_next:
+                held.reshard(group)  # kept by an earlier forward, and no longer needed
             elif reason is FOR_BACKWARD:  # kept by an earlier forward, and stale in this one
                 held.reasons[group] = FOR_EARLIER_BACKWARD
         if root.ranks_run_alike:

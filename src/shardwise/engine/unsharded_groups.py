@@ -121,8 +121,16 @@ class UnshardedGroups:
         if unsharded.state is UNSHARDED or unsharded.state is PARTLY:
             unsharded.reshard()
 
+    def keep_for_next(self, group: ParameterGroup) -> None:
+        """Have a few ranks keep ``group``, if it is in memory, for the forward of the next microbatch."""
+        unsharded = group.unsharded
+        if unsharded.state is UNSHARDED and self.reasons.get(group) is not INFERENCE:
+            unsharded.keep_part(until_changed=True)
+        elif unsharded.state is not PARTLY:
+            self.reshard(group)
+
     def reshard_stale(self, groups: Sequence[ParameterGroup], optimizer: Any) -> None:
-        """Reshard those of ``groups`` that were kept unsharded while shards changed on any rank.
+        """Reshard those of ``groups`` that were kept, whole or in parts, while shards changed on any rank.
 
         All ranks or none reshard a group, since they unshard it together. Two cases need no communication and
         no answer from the device: the step of an optimizer, which changes all shards on all ranks, and the
@@ -134,7 +142,7 @@ class UnshardedGroups:
         """
         accumulates = self.is_mid_accumulation and torch.is_grad_enabled()
         self.is_mid_accumulation = False
-        kept = [group for group in groups if group.unsharded.state is UNSHARDED]
+        kept = [g for g in groups if g.unsharded.state is UNSHARDED or g.unsharded.keeps_until_changed]
         if not kept:
             return
         unasked = self.awaits_backward and not accumulates and kept[0].streams.are_device_streams

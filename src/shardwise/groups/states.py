@@ -10,7 +10,7 @@ class UnshardState(Enum):
     SHARDED = "sharded"  # only the shard is in memory
     UNSHARDING = "unsharding"  # their memory is allocated, and an all-gather is filling it
     UNSHARDED = "unsharded"  # they are in memory; modules see them in place of the shards, unless hidden
-    PARTLY = "partly unsharded"  # a few ranks keep them together until backward
+    PARTLY = "partly unsharded"  # a few ranks keep them together until backward, or the next microbatch
     SUMMONED = "summoned"  # unsharded() has registered full parameters in place of the shards
 
     __hash__ = object.__hash__  # Enum's is a Python function, and every step looks up these tables

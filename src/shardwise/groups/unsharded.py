@@ -102,6 +102,8 @@ class Unsharded:
         """The all-gather that has not been waited for."""
         self._users = StreamUsers()
         self._keeps_parts = False  # which a few ranks keep together
+        self.keeps_until_changed = False
+        """Whether they keep them not for backward, but until the next forward finds other shards."""
         self.drop()
 
     def drop(self) -> None:
@@ -268,16 +270,22 @@ class Unsharded:
         if changed:
             _refuse_changes(self._shards, changed)
 
-    def keep_part(self) -> None:
-        """Free them, except for this rank's part, which a few ranks keep together until backward."""
+    def keep_part(self, *, until_changed: bool = False) -> None:
+        """Free them, except for this rank's part, which a few ranks keep together until backward.
+
+        ``until_changed``: or until the next forward, which compares the shards with those of now.
+        """
         state = UNSHARD_STATES.get((self.state, "keep_part")) or self._refuse("keep_part")
         changed = self.changed_in_place()
         stream = self.streams.all_gather
+        if until_changed:  # on the computing stream, on which the forward compares
+            for bucket in self.buckets:
+                bucket.note_flat_shard()
         stream.wait_for_compute()
         with stream.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.keep_post_forward_shard()
-        self._keeps_parts = True
+        self._keeps_parts, self.keeps_until_changed = True, until_changed
         self._free(state)
         if changed:
             _refuse_changes(self._shards, changed)
@@ -297,7 +305,7 @@ class Unsharded:
             self._free_parts()
 
     def _free_parts(self) -> None:
-        self._keeps_parts = False
+        self._keeps_parts = self.keeps_until_changed = False
         for bucket in self.buckets:
             bucket.drop_post_forward_shard()
 
@@ -342,7 +350,8 @@ class Unsharded:
     def sync_versions(self) -> None:
         """Adopt the versions of the shards, whose contents are equal."""
         self._versions = [param.version() for param in self._shards.params]
-        autograd.set_versions(self.full_params, self._versions)
+        if self.state is UNSHARDED:
+            autograd.set_versions(self.full_params, self._versions)
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""

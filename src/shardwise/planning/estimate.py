@@ -40,6 +40,7 @@ def estimate(
     batch: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
+    activation_offloading: bool = False,
     mp_policy: MixedPrecisionPolicyLike | str | None = None,
     offload_policy: OffloadPolicy | CPUOffloadPolicyLike | str | None = None,
     optimizer: Any = "adamw",
@@ -75,6 +76,7 @@ def estimate(
         loss: a function that makes a scalar of the output of forward. None: the output's ``loss``, or a sum.
         activation_checkpointing: as in :func:`shard_model`; False: as the model is; None: both False and, if
             there is a batch, True.
+        activation_offloading: as in :func:`shard_model`, for the rows with activation checkpointing.
         mp_policy: as in :func:`fully_shard`; or ``"bf16"`` or ``"fp16"``, which compute in that and reduce in
             float32.
         offload_policy: as in :func:`fully_shard`; or ``"cpu"``, for :class:`CPUOffloadPolicy`. Peaks are then
@@ -116,13 +118,20 @@ def estimate(
     check_model("estimate", model)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"estimate: device is {device!r}; pass 'cuda' or 'cpu'.")
+    check_flags("estimate", activation_offloading=activation_offloading, largest_batch=largest_batch)
     is_checkpointed = activation_checkpointing not in (None, False)
     if is_checkpointed and batch is None:
         raise ValueError(
             "estimate: activation_checkpointing needs a batch: without one no activations are counted."
         )
+    if activation_offloading and (activation_checkpointing is False or batch is None or device == "cpu"):
+        raise ValueError(
+            "estimate: activation_offloading needs activation checkpointing, whose inputs it moves to host "
+            'memory, a batch, and device="cuda".'
+        )
     blocks = chosen(as_policy(wrap), model, frozenset())
-    wanted = activation_checkpointing if is_checkpointed else bool(blocks and batch is not None)
+    is_meant = activation_offloading or bool(blocks and batch is not None)
+    wanted = activation_checkpointing if is_checkpointed else is_meant
     checkpointed = modules_to_checkpoint("estimate", wanted, model, blocks)
     is_offloaded = check_offload(offload_named("estimate", offload_policy))
     if is_offloaded and device == "cpu":
@@ -145,7 +154,6 @@ def estimate(
         name: {} if bandwidth is None else bandwidths_of("estimate", bandwidth, STRATEGIES[name].roles)
         for name in strategies
     }
-    check_flags("estimate", largest_batch=largest_batch)
     sample = sample_of("estimate: batch", batch)
     if largest_batch and (limit is None or batch is None or not batch_size_of(sample)):
         raise ValueError("estimate: largest_batch needs memory, which the batch is to fit in, and a batch.")
@@ -158,6 +166,7 @@ def estimate(
         train(sample),
         blocks,
         checkpointed,
+        activation_offloading,
         precision,
         is_offloaded,
         progress or (lambda done, total, name: None),
@@ -225,12 +234,16 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
 
 @dataclass
 class _Runs:
-    """Dry runs of a model, of which ``done`` are over. ``checkpointed``: where some of them checkpoint."""
+    """Dry runs of a model, of which ``done`` are over.
+
+    ``checkpointed``: where some of them checkpoint; ``offloads``: whether those keep the inputs on the host.
+    """
 
     train: Callable[[Any], Training]
     training: Training
     blocks: list[nn.Module]
     checkpointed: list[nn.Module]
+    offloads: bool
     mp_policy: Any
     is_offloaded: bool
     tell: Callable[[int, int, str], Any]
@@ -247,19 +260,21 @@ class _Runs:
     ) -> StrategyEstimate:
         """The figures of one strategy, perhaps with another ``mp_policy``, or ``sample`` as its batch."""
         name = strategy + " with checkpointing" * is_checkpointed
+        offloads = self.offloads and is_checkpointed
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],
             {"mp_policy": mp_policy or self.mp_policy},
         )
         training = self.training if sample is None else self.train(sample)
-        shard = shard_copies(training.model, self.blocks, again, options)
+        shard = shard_copies(training.model, self.blocks, again, offloads, options)
         roles = STRATEGIES[strategy].roles
         shape = dict(zip(roles, sizes if len(roles) == 2 else [torch.Size(sizes).numel()], strict=True))
         step = dry_run(training, shape, lambda copy, mesh: shard(copy, mesh, strategy, {}))
         self.done += 1
         has_batch = training.call is not None
-        return StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
+        row = StrategyEstimate.of(strategy, shape, is_checkpointed, self.is_offloaded, has_batch, step)
+        return replace(row, offloads_activations=offloads)
 
 
 def _largest_batch(
@@ -316,6 +331,11 @@ def _changes(runs: _Runs, found: Estimate, sizes: tuple[int, ...], limit: int) -
     }
     if runs.checkpointed and not any(row.is_checkpointed for row in found.rows):
         peaks["activation checkpointing"] = runs.run(name, sizes, True).peak.num_bytes
+    if runs.checkpointed and not (runs.offloads or runs.training.on_host):
+        offloading = replace(runs, offloads=True)
+        what = "activation checkpointing, with activations in host memory"
+        peaks[what] = offloading.run(name, sizes, True).peak.num_bytes
+        runs.done = offloading.done
     if runs.mp_policy is None and any(p.dtype is torch.float32 for p in runs.training.model.parameters()):
         in_bf16 = runs.run(name, sizes, is_checkpointed, precision_named("estimate", "bf16"))
         peaks["computing in bf16"] = in_bf16.peak.num_bytes

@@ -34,6 +34,7 @@ class StrategyEstimate:
         strategy: its name.
         mesh: the sizes of its mesh dimensions, by their names.
         is_checkpointed: whether each block keeps only its inputs, and runs again in backward.
+        offloads_activations: whether those inputs are in host memory meanwhile.
         is_offloaded: whether parameters, gradients and optimizer state are in host memory. The peaks are
             those of the device, and then do not contain them.
         parameters: sharded parameters, through the whole step.
@@ -68,6 +69,7 @@ class StrategyEstimate:
     sent: dict[str, int]
     flops: int
     step: Step = field(repr=False)
+    offloads_activations: bool = field(default=False, kw_only=True)
     seconds: float | None = field(default=None, kw_only=True)
     utilization: float | None = field(default=None, kw_only=True)
     largest_batch: int | None = field(default=None, kw_only=True)
@@ -127,6 +129,7 @@ class StrategyEstimate:
             "strategy": self.strategy,
             "mesh": self.mesh,
             "checkpointing": self.is_checkpointed,
+            "activations_offloaded": self.offloads_activations,
             "offloaded": self.is_offloaded,
             **{name: getattr(self, name) for name in figures},
             "peak": self.peak.num_bytes,
@@ -221,7 +224,7 @@ class Estimate:
             cells.append(
                 [
                     f"{row.strategy} {'x'.join(map(str, row.mesh.values()))}",
-                    "yes" if row.is_checkpointed else "no",
+                    "offloaded" if row.offloads_activations else "yes" if row.is_checkpointed else "no",
                     *map(shown, (*held, *(row.peaks[phase].num_bytes for phase in PHASES))),
                     row.step.highest()[1],
                     sent,

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.arguments import check_type, describe
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import names_in, uncompiled
+from shardwise.strategies.input_offload import InputOffload
 from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names
 
 _Classes = type[nn.Module] | Set[type[nn.Module]] | Sequence[type[nn.Module]]
@@ -69,14 +70,16 @@ def _meaning(caller: str, wanted: Any, blocks: Sequence[nn.Module]) -> Callable[
 # --- what is done to them -------------------------------------------------------------------------
 
 
-def checkpoint_activations(modules: Sequence[nn.Module]) -> None:
-    """Have each module keep only its inputs, and run its forward again in backward.
+def checkpoint_activations(modules: Sequence[nn.Module], is_offloaded: bool) -> None:
+    """Have each module keep only its inputs, in host memory if ``is_offloaded``, and run its forward again in
+    backward.
 
     The module's forward is replaced, inside its hooks: backward unshards before it runs that again.
     """
+    checkpointed = InputOffload().checkpoint if is_offloaded else _run_checkpointed
     for module in modules:
         # Copies of the module deep-copy a partial, but not a closure.
-        run = partial(_run_checkpointed, module.forward)
+        run = partial(checkpointed, module.forward)
         module.forward = update_wrapper(run, module.forward)  # type: ignore[method-assign]
 
 
@@ -87,6 +90,21 @@ def _run_checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def check_offloading(caller: str, is_offloaded: bool, wanted: Any, compiling: Any = None) -> None:
+    """Raise unless ``activation_offloading=is_offloaded`` can be had beside the other options."""
+    if is_offloaded and wanted in (None, False):
+        raise ValueError(
+            f"{caller}: activation_offloading moves to host memory what activation checkpointing keeps for "
+            "backward, and activation_checkpointing is not set. Pass activation_checkpointing=True, or a "
+            "class of modules, as well."
+        )
+    if is_offloaded and compiling is not None:
+        raise ValueError(
+            f"{caller}: activation_offloading does not work with compile: inside a graph, torch.compile "
+            "decides what is kept for backward. Leave one of them out."
+        )
 
 
 def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:

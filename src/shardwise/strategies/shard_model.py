@@ -22,6 +22,7 @@ from shardwise.fsdp_module import ShardedModule
 from shardwise.fully_shard import fully_shard
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean
+from shardwise.layout.mesh import default_device_type
 from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
     CommPolicy,
@@ -37,6 +38,7 @@ from shardwise.setup.validation import check_ignored, check_modules, class_name
 from shardwise.strategies.auto import CHOICE, AutoOptions, Shard, choose
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
+    check_offloading,
     checkpoint_activations,
     compile_options,
     modules_to_checkpoint,
@@ -69,6 +71,7 @@ def shard_model(
     shard_placement_fn: ShardPlacementFn | None = None,
     comm_policy: CommPolicy | None = None,
     activation_checkpointing: ActivationCheckpointing = False,
+    activation_offloading: bool = False,
     compile: bool | Mapping[str, Any] = False,
     sync_module_states: bool = False,
     check_equal_weights: bool = True,
@@ -142,6 +145,10 @@ def shard_model(
             class or a set of them, or a predicate ``(module)``. If such modules are nested, only the
             outermost. Each gets its own ``forward``, around :func:`torch.utils.checkpoint.checkpoint` without
             reentry; names and classes stay.
+        activation_offloading: between forward and backward, keep those inputs in host memory; needs
+            ``activation_checkpointing``. Only activations move: plain tensors on a device that need a
+            gradient and are no parameters. Two copies over the bus for each, beside the computation. A
+            module that changes its input in place raises a RuntimeError. Not with ``compile``.
         compile: compile each module that becomes a group, or the model if it is the only group, by
             ``module.compile()``; a dict holds options of :func:`torch.compile`.
         sync_module_states: give all ranks the values of the first rank of the mesh; collective.
@@ -169,8 +176,14 @@ def shard_model(
     """
     check_module("shard_model", model)
     check_modules(model)
-    check_flags("shard_model", sync_module_states=sync_module_states, check_equal_weights=check_equal_weights)
+    check_flags(
+        "shard_model",
+        activation_offloading=activation_offloading,
+        sync_module_states=sync_module_states,
+        check_equal_weights=check_equal_weights,
+    )
     compiling = compile_options("shard_model", compile)
+    check_offloading("shard_model", activation_offloading, activation_checkpointing, compiling)
     mp_policy = precision_named("shard_model", mp_policy)
     offload_policy = offload_named("shard_model", offload_policy)
     left_alone = _check_ignored_modules(ignored_modules)
@@ -189,7 +202,9 @@ def shard_model(
             overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
         )
         same = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
-        shard = shard_copies(model, blocks, checkpointed, same, ignored)
+        on_device = (mesh.device_type if mesh else default_device_type("shard_model")) != "cpu"
+        is_offloaded = activation_offloading and on_device
+        shard = shard_copies(model, blocks, checkpointed, is_offloaded, same, ignored)
         dtype = getattr(mp_policy, "param_dtype", None)
         choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
@@ -224,11 +239,16 @@ def shard_model(
         )
         if not plans[modules[0]].strategy.reshard_after_backward:
             sharded_module_states(modules[0])[0].group.configure(reshard_after_backward=False)
-    checkpoint_activations(checkpointed)
+    checkpoint_activations(checkpointed, activation_offloading)
     compiled = [] if compiling is None else blocks or [model]
     for module in compiled:
         module.compile(**(compiling or {}))
-    note_done(model, activation_checkpointing=checkpointed, compiled=compiled)
+    note_done(
+        model,
+        activation_checkpointing=checkpointed,
+        activation_offloading=checkpointed if activation_offloading else [],
+        compiled=compiled,
+    )
     if choice is not None:
         model.__dict__[CHOICE] = choice
     return cast(ShardedModule, model)
@@ -247,6 +267,7 @@ def shard_copies(
     model: nn.Module,
     blocks: list[nn.Module],
     checkpointed: list[nn.Module],
+    is_offloaded: bool,
     options: dict[str, Any],
     ignored: Set[nn.Parameter] = frozenset(),
 ) -> Shard:
@@ -265,6 +286,7 @@ def shard_copies(
             overrides=overrides,
             ignored_params={own for param, own in params if param in ignored},
             activation_checkpointing=again.__contains__ if again else False,
+            activation_offloading=is_offloaded and bool(again),
             check_equal_weights=False,
             **options,
         )

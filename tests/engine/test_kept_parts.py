@@ -1,0 +1,156 @@
+"""Parts that a few ranks keep between microbatches: which all-gathers are of all ranks, and which of a few."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import built, even_tower, random_batch, uneven_tower
+from on_ranks import on_ranks
+from reference import mean_of_squares
+from scenario import Side, same_as_plain
+from torch import nn
+
+import shardwise
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.comm.all_gather import AllGather
+from shardwise.engine.module_state import sharded_module_states
+from shardwise.groups.states import SHARDED
+
+GROUPS = 4
+
+
+def tower(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[int]]:
+    """Of which pairs of ranks keep parts; and a counter of all-gathers by the number of ranks."""
+    counts: Counter[int] = Counter()
+    start = AllGather.start
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[self._world] += 1
+        return start(self, *args, **kwargs)
+
+    monkeypatch.setattr(AllGather, "start", counting)
+    return Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2), counts
+
+
+def microbatch(model: Any, number: int, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
+    mean_of_squares(model, random_batch(number, 4)).backward()
+
+
+@on_ranks(4)
+def test_a_step_gathers_over_all_ranks_once() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model, counts = tower(monkeypatch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        for step in range(3):
+            counts.clear()
+            for number in range(3):
+                microbatch(model, 3 * step + number, is_last=number == 2)
+            # In each forward and backward, but for the first forward over all.
+            assert counts == {4: GROUPS, 2: 5 * GROUPS}
+            groups = [module_state.group for module_state in sharded_module_states(model)]
+            assert {group.unsharded.state for group in groups} == {SHARDED}
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(4)
+def test_evaluation_ends_it_and_reading_weights_does_not() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model, counts = tower(monkeypatch)
+        again, kept = {4: GROUPS, 2: GROUPS}, {2: 2 * GROUPS}
+        acts: list[tuple[Callable[[], Any], dict[int, int]]] = [
+            (lambda: torch.no_grad()(model)(random_batch(0, 4)), again),
+            (lambda: shardwise.full_state_dict(model), kept),
+        ]
+        for act, expected in acts:
+            microbatch(model, 0, is_last=False)
+            act()
+            counts.clear()
+            microbatch(model, 1, is_last=False)
+            assert counts == expected
+            model.zero_grad()
+            microbatch(model, 2, is_last=True)
+
+
+@pytest.mark.parametrize(
+    ("is_counted", "says"), [(True, "blocks.1.up.weight has changed"), (False, "its parameters have changed")]
+)
+@on_ranks(4)
+def test_a_change_between_microbatches_is_refused(is_counted: bool, says: str) -> None:
+    model = Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2)
+    microbatch(model, 0, is_last=False)
+    weight = model.blocks[1].up.weight.detach() if is_counted else model.blocks[1].up.weight.data
+    weight.mul_(2)
+    with pytest.raises(RuntimeError, match=f"blocks.1: {says} between microbatches"):
+        model(random_batch(0, 4))
+
+
+@torch.no_grad()
+def halve_all(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "cast": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
+}
+
+
+@same_as_plain(2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_one_rank_or_of_all_are_gathered_as_ever(side: Side, ranks: int) -> None:
+    """With a forward whose backward never comes."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for number in range(3):
+            side.sync(model, number == 2)
+            side.note_mean(f"lost {step} {number}", mean_of_squares(model, side.inputs(50)))
+            mean_of_squares(model, side.inputs(4 * step + number)).backward()
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@same_as_plain(4)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_accumulation_trains_as_without_sharding(side: Side, options: str) -> None:
+    """With evaluation between microbatches, weights loaded between steps, and uneven shards."""
+    model = built(uneven_tower)
+    side.shard_tower(model, reshard_after_forward=2, **OPTIONS[options])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(3):
+            side.sync(model, number == 2)
+            mean_of_squares(model, side.inputs(4 * step + number, width=7)).backward()
+            if step == 1 and number == 0:
+                with torch.no_grad():
+                    side.note_mean("evaluation", mean_of_squares(model, side.inputs(40, width=7)))
+        side.note_gradients(model)
+        optimizer.step()
+        if step == 2:
+            halve_all(model)
+    side.note_parameters(model)
+
+
+@same_as_plain(4)
+def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
+    """All ranks load: the parts that they keep are of the weights before."""
+    model = built(even_tower)
+    side.shard_tower(model, reshard_after_forward=2)
+    halves = {name: value.detach() * 0.5 for name, value in built(even_tower).named_parameters()}
+    side.sync(model, False)
+    mean_of_squares(model, side.inputs(0)).backward()
+    if side.is_sharded:
+        shardwise.load_full_state_dict(model, halves, src_rank=None)
+    else:
+        model.load_state_dict(halves)
+    side.sync(model, True)
+    mean_of_squares(model, side.inputs(1)).backward()
+    side.note_gradients(model)
