@@ -234,7 +234,7 @@ def _num_bytes(tree: Any) -> int:
 
 
 def count_transport_copies(step: Callable[[], object]) -> int | None:
-    """Run `step` once; bytes that collectives copy inside themselves, on whatever thread.
+    """Run `step` once; bytes that collectives copy inside themselves, on any thread.
 
     None where this torch cannot profile the transport's threads, or not tell dtypes (2.11).
     """

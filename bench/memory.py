@@ -83,7 +83,7 @@ class Allocation:
 
     @property
     def transient(self) -> int:
-        """Bytes that count, but for what belongs to the transport."""
+        """Bytes that count, except those of the transport."""
         return 0 if self.is_transport else self.num_bytes - self.resident
 
     @property

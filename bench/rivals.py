@@ -1,7 +1,7 @@
 """Other libraries against shardwise, each with its own strategy of the same kind, in one launch.
 
 Claim: a step of a 25 M parameter GPT takes as long with shardwise as with the fastest other library of the
-kind, or less: every `ratio to ours` is 1.0 or above, but for torch's DDP.
+kind, or less: every `ratio to ours` is 1.0 or above, except for torch's DDP.
 
     kind    others
     ddp     torch's DistributedDataParallel

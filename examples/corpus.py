@@ -70,7 +70,7 @@ def read_corpus(root: Path | None = None) -> Corpus:
 
 
 class Windows(Dataset):
-    """A text, cut into windows of `context` + 1 bytes: inputs and targets, which overlap but for one byte."""
+    """A text, cut into windows of `context` + 1 bytes: inputs, and targets one byte later."""
 
     def __init__(self, text: torch.Tensor, context: int):
         self.text, self.context = text, context
@@ -99,7 +99,7 @@ class ShuffledBatches(Sampler[list[int]]):
     """The windows that a process reads in each step: its share of a batch that all of them draw alike.
 
     Step 17 reads the same windows on one process as on eight, and after a restart as before: they follow from
-    the seed and the step alone. Each epoch reads all windows once, but for a rest below one batch.
+    the seed and the step alone. Each epoch reads all windows once, except a rest below one batch.
     """
 
     num_windows: int

@@ -1,4 +1,4 @@
-"""Fine-tune a Llama of Hugging Face with LoRA, on shards: its weights stay as they are, small adapters learn.
+"""Fine-tune a Hugging Face Llama with LoRA, on shards: its weights are frozen, small adapters learn.
 
     pip install -e '.[examples,interop]'
     python examples/finetune_lora.py                             # one process
@@ -115,7 +115,7 @@ def parse_settings(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_model(settings: argparse.Namespace) -> PeftModel:
-    """Build the same model on every rank, frozen but for its adapters."""
+    """Build the same model on every rank, frozen except for its adapters."""
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB,

@@ -42,7 +42,7 @@ for module in model.modules():
 
 while manager.current_step() < 200:
     optimizer.zero_grad()  # asks which replicas take part in this step
-    torch.manual_seed(1000 * manager.current_step() + 10 * replica + rank)  # other data on each rank
+    torch.manual_seed(1000 * manager.current_step() + 10 * replica + rank)  # each rank reads different data
     inputs = torch.randn(16, 64)
     loss = (model(inputs).squeeze(1) - inputs[:, :8].sum(1)).square().mean()
     loss.backward()

@@ -7,9 +7,9 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 1536 --heads 16 \
         --context 1024 --batch 64 --lr 3e-4 --dtype bf16 --compile block       # eight GPUs
 
-Should a process die, torchrun restarts all of them, and they go on from the last checkpoint. The losses are
-those of a run that nothing has broken; and but for rounding they are so on another number of processes, and
-with another --strategy, --accumulate or --compile:
+If a process dies, torchrun restarts all of them, and they continue from the last checkpoint. The losses are
+those of an uninterrupted run. Up to rounding, they are also the same on another number of processes, and with
+another --strategy, --accumulate or --compile:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint-dir runs/saved --resume
 
@@ -163,7 +163,7 @@ def summary(model: GPT, corpus: Corpus, settings: argparse.Namespace) -> str:
 
 
 def empty_model(settings: argparse.Namespace, *, recompute: bool) -> GPT:
-    """A model on the meta device, which takes no memory whatever its size."""
+    """A model on the meta device, which needs no memory at any size."""
     sizes = {name: getattr(settings, name) for name in ("layers", "width", "heads", "context")}
     with torch.device("meta"):
         return GPT(**sizes, recompute=recompute)

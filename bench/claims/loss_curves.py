@@ -1,12 +1,12 @@
 """The loss curve of examples/train_gpt.py in other ways of training it: does it learn as well?
 
-Claim: with torch's own `fully_shard` (`--peer torch`) the losses are the same but for rounding; with
+Claim: with torch's own `fully_shard` (`--peer torch`) the losses are the same up to rounding; with
 gradients and weights sent in fewer bytes (`--send-gradients`, `--send-weights`) validation is as good as
 exact, within what another seed makes; with Muon it is better than with AdamW at the same learning rate. SOAP
 (`--optimizer soap`, that of pytorch_optimizer) is there to be compared.
 
 How: the example's model, weights, batches and schedule, in a loop that takes either implementation, so that
-neither leans on the other. Takes the example's options, but for what its loop alone does (checkpoints,
+neither depends on the other. It has the example's options, except those of its loop alone (checkpoints,
 traces, accumulation). Writes metrics.json and loss.png into --out, as the example does; `pictures.py` draws
 optimizers.svg from them, and `compression.py` reads the loss.
 

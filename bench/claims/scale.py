@@ -12,9 +12,9 @@ work at the first forward only.
 `a step` is everything that this library does in a step but computing and sending: shards get memory, full
 parameters are allocated and freed, hooks, schedule and collectives run in their order, gradients are reduced
 and set. Blocks compute nothing: an autograd function takes their parameters and returns gradients of
-undefined contents; what nobody writes to takes no memory, so that groups of 16 GB fit. `first` records the
-order, `steady` is the median of the others; the rank's shards of gradients are memory that is written, most
-of the time at small worlds. For this nothing may be copied: parameters are not packed
+undefined contents; memory that is never written to is not allocated, so that groups of 16 GB fit. `first`
+records the order, `steady` is the median of the others; the rank's shards of gradients are memory that is
+written, most of the time at small worlds. For this nothing may be copied: parameters are not packed
 (packing_limit_bytes=0). Left out where it cannot be: rows that do not divide evenly over the world are copied
 into place; shards with gradients above --step-gib have no room. And for the peer, which copies each full
 parameter into place.

@@ -106,7 +106,7 @@ def raw_mbit(num_mb: int) -> list[float]:
 
 
 def bytes_to_send(options: argparse.Namespace) -> float:
-    """What a rank has to send in a step: blocks all-gathered twice but for the last, the root once, and every
+    """What a rank has to send in a step: blocks all-gathered twice except the last, the root once, and every
     gradient once."""
     with torch.device("meta"):
         model = GPT(options)

@@ -31,7 +31,7 @@ clean_up() {
     trap - EXIT INT TERM HUP
     for pid in ${RANKS[@]+"${RANKS[@]}"}; do
         kill -KILL "$pid" 2>/dev/null || true
-        wait "$pid" 2>/dev/null || true  # here, lest bash reports it
+        wait "$pid" 2>/dev/null || true  # here, so that bash does not report it
     done
     for namespace in "${NAMESPACES[@]}"; do ip netns del "$namespace" 2>/dev/null || true; done
     [[ -z $FOLDER ]] || rm -rf "$FOLDER"

@@ -1,4 +1,4 @@
-"""Recipes in a world of clones, with delays, and with ranks as threads: right, whatever waits for whatever.
+"""Recipes in a world of clones, with delays, and with ranks as threads: right in any order of waits.
 
 Claim: a training step of every recipe reads only what is there, and only while it is there; and ranks that
 exchange what they hold train as one process with the whole batch does. README.md says what refutes it.
@@ -98,7 +98,7 @@ def items_in_threads(options: Options) -> Iterator[Item]:
 
 def refuse_threads(device: str) -> None:
     """Builds of torch 2.11 for CUDA crash where there is no GPU: each FakeTensorMode, which DTensor enters,
-    replaces the device guard of the whole process, whatever other threads do with it.
+    replaces the device guard of the whole process, also for other threads that use it.
 
     Raises:
         Skipped: this is one.

@@ -80,7 +80,7 @@ def back_end(rank: int, world: int, device: str) -> Row:
 def collectives(rank: int, world: int, device: str) -> Row:
     """Coalesced gathers, sums and averages, of several sizes and dtypes at once."""
     where = torch.device(device)
-    comm = BackendCollectives(dist.group.WORLD, where)  # with one rank as well, for which nobody asks NCCL
+    comm = BackendCollectives(dist.group.WORLD, where)  # with one rank as well, which does not need NCCL
     worst = 0.0
     for dtype in (torch.float32, torch.bfloat16):
         sent = [_held_by(rank, size, dtype, where) for size in SIZES]

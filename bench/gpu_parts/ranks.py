@@ -1,7 +1,7 @@
 """Several ranks: one that fails, the devices that they are on, and which all-gathers are quicker.
 
 Claim: when a rank fails, the others raise within RELEASED_S seconds and name it. Ranks train on devices in
-any order if they are told so; else every rank hears the same error before anything hangs.
+any order if that is declared; otherwise every rank raises the same error before anything hangs.
 
 `gathers` has no claim: for chunks of 64 KiB to 4 MiB it times one coalesced all-gather, straight into the
 parameters' places, beside packing, one all-gather and copying out. Where the ratio passes 1 the limit belongs
@@ -126,7 +126,7 @@ def in_reverse(start: Start) -> Row:
 
 
 def refused(start: Start) -> Row:
-    """Ranks on devices of which nobody was told: all raise the same, or train."""
+    """Ranks on devices that were not declared: all raise the same, or train."""
     needs_two_devices(start)
     first, *others = on_ranks(error_of_a_step, 2, start)
     assert all(each == first for each in others), f"ranks differ: {[first, *others]}"

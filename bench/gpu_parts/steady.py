@@ -1,6 +1,6 @@
 """Steady steps: where the host waits, and how much memory lies between what is allocated.
 
-Claim: in ten steps after the first three the host never waits for the device, whatever torch can see of it.
+Claim: in ten steps after the first three the host never waits for the device, as far as torch can see.
 With batches of changing size, what the allocator has reserved is no more above what was allocated at once
 than the peer's, with and without `expandable_segments` (a process for each, since an allocator is set up
 once).

@@ -32,7 +32,7 @@ class Start:
 
     ``older``: by the older back end for NCCL, where torch has two. ``binds``: with `device_id`. ``chooses``:
     with `set_device` before. ``is_reversed``: rank 0 is on the last device. ``fails``: communication does not
-    work any more in the end, so that nobody ends it properly.
+    work any more in the end, so that it cannot be shut down properly.
     """
 
     device: str

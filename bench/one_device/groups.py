@@ -12,7 +12,7 @@ Two worlds:
 A collective of ThreadWorld, on rank r and its current stream s:
 
     record ready_r on s; meet; s waits for ready of all; s copies from the others' tensors into its own
-    record done_r on s;  meet; s waits for done of all      so nobody's input is freed while others read it
+    record done_r on s;  meet; s waits for done of all      so no input is freed while others read it
 
 Sums are taken in the order of ranks, so that all ranks come to the same bits. Collectives that a world does
 not have (send, recv) raise.
@@ -35,9 +35,8 @@ from shardwise.torch_compat.c10d import PythonGroup
 
 CLONES, THREADS = "fake_clones", "fake_threads"
 """Names of the back ends. Where a name contains "fake", the library does not ask other ranks for their plans,
-and has no thread of its own that watches waits: of clones nobody would answer, and what torch knows of
-process
-groups is known to the threads of ranks alone."""
+and has no thread of its own that watches waits: clones would not answer, and only the threads of ranks
+know what torch knows of process groups."""
 
 IN_GROUP = "collective"
 """What marks the work of a collective in a profile."""
@@ -56,7 +55,7 @@ Pair = tuple[Tensor, Tensor]
 Pairs = Callable[[list[Sent]], Iterable[Pair]]
 """Targets, and what is copied to each, from what each rank has sent."""
 Fill = Callable[[list[Sent]], Callable[[], None] | None]
-"""Writes outputs from what each rank has sent; what it returns runs when nobody reads any more."""
+"""Writes outputs from what each rank has sent; what it returns runs after the last read."""
 
 
 # --- where ranks meet -----------------------------------------------------------------------------
@@ -84,7 +83,7 @@ class MeetingOfThreads:
         try:
             self._barrier.wait()
             everyone = list(self._items)
-            self._barrier.wait()  # nobody brings the next item before all have taken these
+            self._barrier.wait()  # no rank brings the next item before all have read these
         except threading.BrokenBarrierError:
             raise RuntimeError(f"rank {rank} waits for ranks that have failed or do not come") from None
         return everyone
@@ -202,7 +201,7 @@ class OneDeviceGroup(PythonGroup):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def fill(everyone: list[Sent]) -> Callable[[], None]:
-            # In place: nobody may write before all have read.
+            # In place: no rank may write before all have read.
             sums = [_reduced([sent[index] for sent in everyone], op) for index in range(len(tensors))]
 
             def finish() -> None:

@@ -1,4 +1,4 @@
-"""Delays of one lane at a time, and memory that is NaN whenever nobody may read it.
+"""Delays of one lane at a time, and memory that is NaN while it must not be read.
 
 A lane is what work is queued for: "gather", "reduce" and "replicate" (the collectives, on the library's
 streams), "compute" (forward and backward of modules with parameters, on the caller's stream), "optimizer",

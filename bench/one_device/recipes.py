@@ -1,6 +1,6 @@
 """Training programs: one for each way to shard, reduce, keep and step.
 
-A recipe is a function of a `Side` (side.py), and trains there. All compute in float64, but for those that are
+A recipe is a function of a `Side` (side.py), and trains there. All compute in float64, except those that are
 about other dtypes.
 """
 
@@ -150,7 +150,7 @@ def by_strategy(strategy: str, side: Side) -> None:
 
 
 def extensions(side: Side) -> None:
-    """Weights that say themselves what of them is all-gathered: bfloat16 of a master in float64."""
+    """Weights that define what of them is all-gathered: bfloat16 of a master in float64."""
     side.width = models.WIDTH
     make = partial(Stack, TravelsLow, 16, side.is_sharded)
     train(side, side.shard(side.build(make, dtype=None)))

@@ -123,7 +123,7 @@ def test_a_model_on_meta_is_not_left_without_values(world2: World, tmp_path: Pat
     assert_expected_inline(
         "\n".join(alike(world2.run(refusals_on_meta, run))),
         """\
-RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.
+RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (no state dict contains buffers with persistent=False). Call shardwise.materialize(model) first.
 ValueError: RUN/checkpoint holds the state of AdamW, but is loaded into SGD. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
 RuntimeError: Cannot run forward: 14 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.gain, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight and 6 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.""",
     )
@@ -462,8 +462,8 @@ def test_keys_that_no_checkpoint_can_tell_apart_are_refused(tmp_path: Path) -> N
     assert_expected_inline(
         "\n".join(told),
         """\
-ValueError: save_checkpoint: states.own.a.0 has the keys 1 and '1', which have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one.
-ValueError: save_checkpoint: model.0._extra_state.a.0 has the keys 1 and '1', which have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one.""",
+ValueError: save_checkpoint: states.own.a.0 has the keys 1 and '1', which have the same name in a checkpoint, so tensors under them would be confused. Rename one.
+ValueError: save_checkpoint: model.0._extra_state.a.0 has the keys 1 and '1', which have the same name in a checkpoint, so tensors under them would be confused. Rename one.""",
     )
     assert not list(tmp_path.iterdir())
 
@@ -932,7 +932,7 @@ def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path
     assert caught[0].filename == __file__
     assert_expected_inline(
         str(caught[0].message).replace(str(tmp_path), "RUN"),
-        """latest_checkpoint: RUN has complete checkpoints, but their names do not end in a number (best, last), so nothing says which is the newest. Chose none. Save under names such as step-100, or pass the path of one to load_checkpoint.""",
+        """latest_checkpoint: RUN has complete checkpoints, but their names do not end in a number (best, last), so it is unknown which is the newest. None was chosen. Save under names such as step-100, or pass the path of one to load_checkpoint.""",
     )
 
 

@@ -90,9 +90,9 @@ def test_what_is_no_checkpoint_is_said_to_be_none(world2: World, tmp_path: Path)
 FileNotFoundError: RUN/nowhere is not a checkpoint: it does not exist.
 FileNotFoundError: RUN/file is not a checkpoint: it is a file; a checkpoint is a folder.
 FileNotFoundError: RUN/empty is not a checkpoint: the folder has no file .metadata.
-FileNotFoundError: RUN/dead is not a checkpoint: only RUN/.dead.partial is there, which a save that did not end has left behind.
-FileNotFoundError: RUN/.dead.partial is not a checkpoint: it is what a save that did not end has left behind; load the checkpoint before it.
-FileNotFoundError: RUN/many is not a checkpoint: it is a folder of checkpoints; load one of them, or latest_checkpoint: step-1, step-2.""",
+FileNotFoundError: RUN/dead is not a checkpoint: only RUN/.dead.partial is there, which an unfinished save left behind.
+FileNotFoundError: RUN/.dead.partial is not a checkpoint: an unfinished save left it behind; load the checkpoint before it.
+FileNotFoundError: RUN/many is not a checkpoint: it is a folder of checkpoints; load one of them, or what latest_checkpoint returns: step-1, step-2.""",
     )
 
 
@@ -110,7 +110,7 @@ def test_a_damaged_index_is_named(world2: World, run: Run) -> None:
         assert text.startswith(f"ValueError: RUN/step-2{number}/.metadata cannot be read ")
     assert_expected_inline(
         texts[-1],
-        """ValueError: RUN/step-22/.metadata cannot be read (TypeError: it holds a dict where a Metadata should be). It was damaged after it was written, or by another program; load an earlier checkpoint.""",
+        """ValueError: RUN/step-22/.metadata cannot be read (TypeError: it holds a dict where a Metadata should be). It was damaged after it was written, or another program wrote it; load an earlier checkpoint.""",
     )
 
 
@@ -121,10 +121,10 @@ def test_a_missing_or_truncated_file_is_named(world2: World, world3: World, run:
     at(run, "__1_0.distcp").unlink()
     text = alike([each for world in (world2, world3) for each in world.run(refused, run, *paths)])
     missing, short = text.splitlines()
-    assert "is damaged: __0_0.distcp has 5000 bytes, of at least " in short
+    assert "is damaged: __0_0.distcp has 5000 bytes, where at least " in short
     assert_expected_inline(
         missing,
-        """ValueError: RUN/step-2 is damaged: __1_0.distcp is missing. What was in them is lost; load an earlier checkpoint. If ranks are on several hosts, the path must be on a file system that all of them share.""",
+        """ValueError: RUN/step-2 is damaged: __1_0.distcp is missing. These contents are lost; load an earlier checkpoint. If ranks are on several hosts, the path must be on a file system that all of them share.""",
     )
 
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_a_model_says_what_it_has(tmp_path: Path) -> None:
     text = refusal(load_checkpoint, path, model).replace(path, "PATH")
     assert_expected_inline(
         text,
-        """ValueError: PATH holds no model: its keys are net, step, and not 'model'. It was written by another recipe; read it with torch.distributed.checkpoint, and give it to the model by hand.""",
+        """ValueError: PATH holds no model: its keys are net, step, and not 'model'. Another program saved it in a different layout; read it with torch.distributed.checkpoint, and load the values into the model yourself.""",
     )
 
 
@@ -277,10 +277,10 @@ def test_another_optimizer_is_refused(world2: World, run: Run) -> None:
         """\
 ValueError: RUN/step-2 holds the state of AdamW, but is loaded into Adam. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
 ValueError: RUN/step-2 holds the state of AdamW, but is loaded into SGD. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
-ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, and the one that was saved has amsgrad, betas, capturable, decoupled_weight_decay, eps: the state of another kind of optimizer. Build the same kind, or load only the model.
+ValueError: RUN/step-2-torch: group 0 of SGD has dampening, momentum, nesterov, but the saved group has amsgrad, betas, capturable, decoupled_weight_decay, eps: this is the state of another kind of optimizer. Build the same kind, or load only the model.
 ValueError: RUN/step-2: inlet.weight and blocks.0.up.weight share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
-ValueError: RUN/step-2-groups: group 0 of AdamW joins parameters of several groups there, which differ in 'lr': 0.05, 0.5. Build the optimizer with the same groups as the one that was saved.
-ValueError: RUN/step-2: the optimizer has other parameters; saved only: outlet.bias. Nothing was loaded. strict=False leaves those as they are that are missing.
+ValueError: RUN/step-2-groups: group 0 of AdamW joins parameters of several saved groups, which differ in 'lr': 0.05, 0.5. Build the optimizer with the same groups as the one that was saved.
+ValueError: RUN/step-2: the optimizer has other parameters; saved only: outlet.bias. Nothing was loaded. strict=False keeps the state of those not saved.
 ValueError: RUN/step-2-alone holds no optimizer. To start with a fresh one, call load_checkpoint(path, model).""",
     )
 
@@ -305,7 +305,7 @@ def test_state_without_one_owner_or_of_a_rank_is_not_saved(world2: World, tmp_pa
 ValueError: AdamW: parameter 0 of group 0, of shape (6, 6), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: AdamW: another optimizer has inlet.weight, inlet.bias, blocks.0.gain, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias, blocks.1.gain and 6 more as well, and a checkpoint holds one state and one set of hyperparameters for each. Give each parameter to one optimizer.
 ValueError: AdamW: it keeps state under the key 'global', which is not a parameter, so the state has no name in a checkpoint. Keep it elsewhere, and save it beside the optimizer.
-ValueError: inlet.weight: Local keeps 'mine' of it as a plain tensor of shape (19,), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved.""",
+ValueError: inlet.weight: Local keeps 'mine' of it as a plain tensor of shape (19,), but the parameter is sharded: this rank cannot tell which part of the whole it holds. shardwise.optim.WholeParameters keeps such state whole, so that it can be saved.""",
     )
     assert not list(tmp_path.iterdir())
 
@@ -352,7 +352,7 @@ def test_a_model_that_was_loaded_half_does_not_run(world2: World, world3: World,
         assert first.startswith("RuntimeError: ")
         assert f"{run.path}: reading its tensors failed. Files may have been damaged" in first
         assert first.endswith(
-            "The weights are partly those of the checkpoint and partly others; load another one."
+            "The weights are a mix of those of the checkpoint and others. Load another one."
         )
         assert first.removeprefix("RuntimeError: ").rstrip(".") in forward
         assert "Load a complete checkpoint before saving" in saving
@@ -382,8 +382,8 @@ def test_damage_is_not_blamed_for_what_the_model_does_or_torch_warns_of(tmp_path
     assert_expected_inline(
         "\n".join([text.replace(path, "PATH") for text in told]),
         """\
-RuntimeError: PATH: the model did not take what was read: ValueError: no, thank you. The weights are partly those of the checkpoint and partly others; load another one.
-RuntimeError: PATH: reading its tensors failed: DeprecationWarning: use another function. The weights are partly those of the checkpoint and partly others; load another one.""",
+RuntimeError: PATH: loading what was read into the model failed: ValueError: no, thank you. The weights are a mix of those of the checkpoint and others. Load another one.
+RuntimeError: PATH: reading its tensors failed: DeprecationWarning: use another function. The weights are a mix of those of the checkpoint and others. Load another one.""",
     )
 
 
@@ -430,7 +430,7 @@ ValueError: PATH: states do not fit: unexpected in the source: ema.averages.weig
 ValueError: PATH: states do not fit: dtypes differ: ema.averages.weight is torch.float32 in the source and torch.float64 in the model, ema.averages.bias is torch.float32 in the source and torch.float64 in the model (pass convert_dtype=True to convert floating-point values).
 ValueError: PATH holds no state of mean; it has ema. Nothing was loaded. strict=False leaves the object as it is.
 TypeError: states['ema'] is a dict, which has no state_dict() and load_state_dict(). Pass the object itself, not its state; what has no such methods goes into `shared` or `per_rank`.
-TypeError: states is to be a dict with names as keys, not [1]""",
+TypeError: states must be a dict with names as keys, not [1]""",
     )
 
 
@@ -595,9 +595,9 @@ def test_shards_of_one_rank_are_not_taken_for_all(world2: World, tmp_path: Path)
     assert_expected_inline(
         "\n".join(told),
         """\
-ValueError: shared['ema']['averages']['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
-ValueError: shared['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
-ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part; what is here is written as it is on one rank, and another would get that rank's part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.""",
+ValueError: shared['ema']['averages']['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part. Only the part of one rank would be saved, and all ranks would load that part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: shared['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part. Only the part of one rank would be saved, and all ranks would load that part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.
+ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with placements (Shard(dim=0),), of which each rank has a part. Only the part of one rank would be saved, and all ranks would load that part. Pass the object whose state it is in `states`, as states={'ema': ema}, or the full tensor.""",
     )
 
 
@@ -645,7 +645,7 @@ def test_whole_parameters_that_differ_by_rank_are_not_lost(world2: World, tmp_pa
     assert len(set(texts)) == 1
     assert_expected_inline(
         texts[0],
-        """ValueError: save_checkpoint: expert.weight: not sharded, trainable, and different on ranks 0 and 1. A checkpoint holds such parameters once, and would lose what rank 1 has. If each rank trains its own, as with experts in ignored_params, pass the values in per_rank as well, per_rank={'experts': model.experts.state_dict()}, and give them back after a load; likewise the state of their optimizer. If they should be equal, call sync_module_states(model), and model.set_reduce_ignored_params(True).""",
+        """ValueError: save_checkpoint: expert.weight: not sharded, trainable, and different on ranks 0 and 1. A checkpoint holds such parameters once, and would lose what rank 1 has. If each rank trains its own, as with experts in ignored_params, pass the values in per_rank as well, per_rank={'experts': model.experts.state_dict()}, and restore them after a load. Do the same with the state of their optimizer. If they should be equal, call sync_module_states(model), and model.set_reduce_ignored_params(True).""",
     )
 
 
@@ -666,7 +666,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     assert model[0].marked.tolist() == [1.0, 1.0]
     assert_expected_inline(
         told,
-        """ValueError: 0.marked of the model is a test_checkpoint_bad.Marked, and torch reads no tensors of classes from a checkpoint that it was not told to trust: this one could be written, but not loaded. Call torch.serialization.add_safe_globals with it and with what its pickles need, where it is saved and where it is loaded; or convert the model back before saving.""",
+        """ValueError: 0.marked of the model is a test_checkpoint_bad.Marked. torch loads tensors only of classes that it trusts, so this one could be saved, but not loaded. Call torch.serialization.add_safe_globals with the class and with what its pickles need, before saving and before loading; or convert the model back before saving.""",
     )
 
 
@@ -713,12 +713,12 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
         ).replace(str(tmp_path), "RUN"),
         """\
 TypeError: optimizer is a Linear; pass a torch.optim.Optimizer, or a list of them
-TypeError: shared is to be a dict with names as keys, not {1: 2}
-TypeError: shared is to be a dict with names as keys, not [1]
-ValueError: save_checkpoint: keep=0 of step-1: keep counts from 1, and needs names that end in a number, such as step-100.
+TypeError: shared must be a dict with names as keys, not {1: 2}
+TypeError: shared must be a dict with names as keys, not [1]
+ValueError: save_checkpoint: keep=0 for step-1: keep must be at least 1, and needs names that end in a number, such as step-100.
 TypeError: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
 ValueError: save_checkpoint: RUN/.hidden: a checkpoint needs a name that does not start with a dot.
-ValueError: save_checkpoint: keep=1 of step-1x: keep counts from 1, and needs names that end in a number, such as step-100.""",
+ValueError: save_checkpoint: keep=1 for step-1x: keep must be at least 1, and needs names that end in a number, such as step-100.""",
     )
 
 
@@ -775,7 +775,7 @@ TypeError: rank 1: load_checkpoint: path is None; pass the folder of a checkpoin
 TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a checkpoint, as a str or a Path.
 TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
-TypeError: rank 1: states is to be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
+TypeError: rank 1: states must be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
 TypeError: rank 1: load_checkpoint: strict is a NotWritten; pass True or False.
 ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
 TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
@@ -785,7 +785,7 @@ TypeError: rank 1: save_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: save_checkpoint: keep is 'all', a str; pass how many checkpoints to keep, or None.
 ValueError: save_checkpoint: ranks disagree on keep: rank 0 has None, rank 1 has 1. Pass the same on all ranks.
 TypeError: rank 1: save_checkpoint: asynchronous is a NotWritten; pass True or False.
-TypeError: rank 1: shared is to be a dict with names as keys, not [1]
+TypeError: rank 1: shared must be a dict with names as keys, not [1]
 ValueError: save_checkpoint: ranks disagree on states: rank 0 has [], rank 1 has ['ema']. Pass the same on all ranks.
 TypeError: rank 1: save_safetensors: directory is None; pass a folder, as a str or a Path.
 ValueError: save_safetensors: ranks disagree on directory: rank 0 has 'RUN/step-1-st', rank 1 has 'RUN/step-1'. Pass the same on all ranks.

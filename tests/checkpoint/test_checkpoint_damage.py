@@ -238,12 +238,12 @@ def test_an_index_that_does_not_cover_its_tensors_is_refused(world2: World, tmp_
     assert_expected_inline(
         "\n".join(texts),
         """\
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight: its chunks have 18 of 36 elements. Nothing was loaded; load an earlier checkpoint.
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight: chunks of (3, 6) at (0, 0) and of (3, 6) at (2, 0) overlap. Nothing was loaded; load an earlier checkpoint.
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight: a chunk of (4, 6) at (3, 0) is not inside of (6, 6). Nothing was loaded; load an earlier checkpoint.
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight at (0, 0) is in no file. Nothing was loaded; load an earlier checkpoint.
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight at (0, 0) and model.inlet.weight at (3, 0) share bytes of __1_0.distcp. Nothing was loaded; load an earlier checkpoint.
-ValueError: PATH is damaged: .metadata does not agree with itself: model.inlet.weight is said to be model.outlet.weight as well. Nothing was loaded; load an earlier checkpoint.""",
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight: its chunks have 18 of 36 elements. Nothing was loaded; load an earlier checkpoint.
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight: chunks of (3, 6) at (0, 0) and of (3, 6) at (2, 0) overlap. Nothing was loaded; load an earlier checkpoint.
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight: a chunk of (4, 6) at (3, 0) is not inside of (6, 6). Nothing was loaded; load an earlier checkpoint.
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight at (0, 0) is in no file. Nothing was loaded; load an earlier checkpoint.
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight at (0, 0) and model.inlet.weight at (3, 0) share bytes of __1_0.distcp. Nothing was loaded; load an earlier checkpoint.
+ValueError: PATH is damaged: .metadata contradicts itself: model.inlet.weight has the path model.outlet.weight. Nothing was loaded; load an earlier checkpoint.""",
     )
 
 
@@ -275,7 +275,7 @@ def test_files_that_are_longer_or_gone_are_refused(world2: World, tmp_path: Path
         file.write(b"more")
     size = (path / "__1_0.distcp").stat().st_size
     told = alike(world2.run(refused_on_each, str(path)))
-    assert f"__1_0.distcp has {size} bytes, and {size - 4} according to .digests" in told
+    assert f"__1_0.distcp has {size} bytes, but {size - 4} according to .digests" in told
     os.truncate(path / "__1_0.distcp", size - 4)
     (path / ".digests").write_bytes(b"")
     assert "PATH is damaged: .digests is not what was written" in alike(
@@ -313,9 +313,7 @@ def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path)
     for host in (0, 1):
         folder = tmp_path / f"host-{host}" / "run" / "step-2"
         assert dcp.FileSystemReader(folder).read_metadata().storage_meta.save_id in first
-    assert (
-        "copy one of these to all hosts; load again if another job was saving. Nothing was loaded." in first
-    )
+    assert "copy one of these to all hosts. If another job was saving, load again. Nothing was" in first
     shutil.rmtree(tmp_path / "host-1" / "run")
     shutil.copytree(tmp_path / "host-0" / "run", tmp_path / "host-1" / "run")
     run = Run(path=OWN)
@@ -332,7 +330,7 @@ def test_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: 
     name = file.name
     shutil.copy(tmp_path / "other" / name, tmp_path / "host-1" / "run" / "step-2" / name)
     first = alike(world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN))
-    assert "ValueError: rank 1: PATH is damaged; what is there is not what was written in " in first
+    assert "ValueError: rank 1: PATH is damaged. These parts are not what was written: " in first
     assert name in first
 
 

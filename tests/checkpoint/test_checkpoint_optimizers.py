@@ -341,7 +341,7 @@ def test_parameters_that_join_later_are_named_or_left_alone(world2: World, tmp_p
     world2.run(first_half, run)
     assert set(world2.run(refused_with_another, joined)) == {
         "ValueError: PATH: the optimizer has other parameters; not saved: inlet.bias. Nothing "
-        "was loaded. strict=False leaves those as they are that are missing."
+        "was loaded. strict=False keeps the state of those not saved."
     }
     assert_all_same(world2.run(second_half, joined, strict=False), uninterrupted(run), 1e-10)
 

@@ -168,7 +168,7 @@ def test_files_outside_of_a_safetensors_folder_are_not_read(tmp_path: Path, name
 
 
 def test_links_that_somebody_put_into_the_folder_are_followed(tmp_path: Path) -> None:
-    """As the cache of Hugging Face has them."""
+    """As Hugging Face's cache has them."""
     path, model, other = tmp_path / "x", nn.Linear(4, 4), nn.Linear(4, 4)
     save_safetensors(model, path)
     (path / "model.safetensors").rename(tmp_path / "blob")

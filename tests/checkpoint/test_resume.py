@@ -124,7 +124,7 @@ def test_the_step_has_to_be_saved(tmp_path: Path) -> None:
     assert loaded.shared == {"epoch": 3}
     assert_expected_inline(
         refusal(lambda: loaded.step).replace(str(tmp_path), "RUN"),
-        """ValueError: RUN/step-1 does not say at which step it was saved: `shared` has only epoch. Save it with save_checkpoint(..., shared={'step': step}).""",
+        """ValueError: RUN/step-1 does not record the step at which it was saved: `shared` has only epoch. Save it with save_checkpoint(..., shared={'step': step}).""",
     )
 
 

@@ -169,12 +169,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         "".join(lines),
         """\
 python -m shardwise convert: TMP/model has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.
-python -m shardwise convert: TMP/step-1 has no tensors at 'ema'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of dicts in each other.
-python -m shardwise convert: TMP/step-1 has no tensors at 'shardwise'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of dicts in each other.
-python -m shardwise convert: TMP/step-1 has no tensors at 'model.inlet.weight'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of dicts in each other.
+python -m shardwise convert: TMP/step-1 has no tensors at 'ema'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
+python -m shardwise convert: TMP/step-1 has no tensors at 'shardwise'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
+python -m shardwise convert: TMP/step-1 has no tensors at 'model.inlet.weight'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
 python -m shardwise convert: TMP/step-1 is the source; name another folder to write.
 python -m shardwise convert: --shard-size 'much' is not an amount of memory. Pass a number above 0 and a unit: 80GB is 80 * 10^9 bytes, 80GiB is 80 * 2^30. Known by name are a100, a100-40gb, h100, h200, b200, mi300x, mi325x, v100, t4, l4, a10g, l40s, rtx3090, rtx4090, rtx5090.
-python -m shardwise convert: TMP/damaged is damaged; what is there is not what was written in __0_0.distcp, bytes 3783 to 5616: model.inlet.weight. Nothing was loaded; load an earlier checkpoint. --no-verify loads it as it is.
+python -m shardwise convert: TMP/damaged is damaged. These parts are not what was written: __0_0.distcp, bytes 3783 to 5616: model.inlet.weight. Nothing was loaded; load an earlier checkpoint. --no-verify loads it as it is.
 python -m shardwise convert: TMP/empty holds no safetensors and is not a checkpoint: the folder has no file .metadata.
 python -m shardwise convert: TMP/nowhere holds no safetensors and is not a checkpoint: it does not exist.
 python -m shardwise convert: TMP/model holds safetensors, and --dtype and --key are for checkpoints. load_checkpoint can convert dtypes (convert_dtype=True).

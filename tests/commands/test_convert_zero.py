@@ -196,13 +196,13 @@ def test_what_is_incomplete_or_split_otherwise_is_refused(
     assert_expected_inline(
         "".join(lines),
         """\
-python -m shardwise convert: TMP/lost has no *_optim_states.pt of rank 1 of 3, and so lacks a part of each weight. Copy the files of all hosts into one folder.
+python -m shardwise convert: TMP/lost has no *_optim_states.pt of rank 1 of 3, so a part of each weight is missing. Copy the files of all hosts into one folder.
 python -m shardwise convert: TMP/short is damaged: parts of a.weight, a.bias, b.weight are too short.
-python -m shardwise convert: TMP/split holds a model that was split by tensor or pipeline parallelism, or experts in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself (save_16bit_model, or its converter to universal checkpoints).
+python -m shardwise convert: TMP/split holds a model that was split by tensor or pipeline parallelism, or experts in files of their own. Only ZeRO on its own is supported. Have DeepSpeed write the weights itself (save_16bit_model, or its converter to universal checkpoints).
 python -m shardwise convert: TMP/strange/zero_pp_rank_0_mp_rank_00_model_states.pt cannot be read: making objects of types.SimpleNamespace could run any code. Save without client_state.
-python -m shardwise convert: TMP/more has *_optim_states.pt of rank 3, but was saved by 3. They are of an earlier save; remove them.
-python -m shardwise convert: TMP/none has no *_optim_states.pt of ranks 0-2 of 3, and so lacks a part of each weight. Copy the files of all hosts into one folder.
+python -m shardwise convert: TMP/more has *_optim_states.pt of rank 3, but 3 ranks saved it. Those files are of an earlier save; remove them.
+python -m shardwise convert: TMP/none has no *_optim_states.pt of ranks 0-2 of 3, so a part of each weight is missing. Copy the files of all hosts into one folder.
 python -m shardwise convert: TMP/twice has files of two saves: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt and zero_pp_rank_1_mp_rank_00_optim_states.pt.
-python -m shardwise convert: TMP/latest names TMP/step-9, which is not there.
+python -m shardwise convert: TMP/latest names TMP/step-9, which does not exist.
 """,
     )

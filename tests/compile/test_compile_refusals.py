@@ -202,7 +202,7 @@ fully_shard.
 
 class of its own: blocks.0: blocks.0.up.weight is of a class of its own, not nn.Parameter.
 
-extension: blocks.0: its parameters say themselves what is all-gathered of them.
+extension: blocks.0: its parameters are tensor subclasses that define their own all-gather.
 
 on the whole mesh: OnMesh: weight is a DTensor on the whole mesh, so that its gradient would be
 summed twice.""",

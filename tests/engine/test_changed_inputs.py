@@ -21,7 +21,7 @@ from shardwise import fully_shard
 
 @dataclass
 class Cache:
-    """As the key-value caches of Hugging Face: every block adds to the same one."""
+    """As Hugging Face's key-value caches: every block adds to the same one."""
 
     keys: list[Tensor] = field(default_factory=list)
     total: Tensor | None = None

@@ -15,7 +15,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 
 def frames_above() -> list[tuple[str, str]]:
-    """The frames of the library that run now, outermost first, but for those of the stand-in collectives."""
+    """The frames of the library that run now, outermost first, except those of the stand-in collectives."""
     found, frame = [], sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -202,7 +202,7 @@ def mixed_run(program: Program, policy: Policy) -> tuple[dict[str, Any], Simulat
 
 
 def assert_as_simulated(ranks: list[tuple[dict[str, Any], Simulation | None]], roundings: float) -> None:
-    """Equal but for `roundings`, a bound relative to the largest number that went into each tensor."""
+    """Equal up to `roundings`, a bound relative to the largest number that went into each tensor."""
     simulation = None
     for got, own in ranks:
         simulation = own or simulation  # the rank's own, or the first one's, which holds for all
@@ -677,7 +677,7 @@ def unscaled_gradients(scale: float) -> dict[str, Any]:
 
 
 def test_unscaled_gradients_are_the_gradients(world2: World) -> None:
-    """A scale that is a power of two changes no digit, but for what underflows in float16."""
+    """A scale that is a power of two changes no digit, except in what underflows in float16."""
     expected = world2.run(unscaled_gradients, 1.0)[0]
     for found in world2.run(unscaled_gradients, 2.0**6):
         for name, want in expected.items():

@@ -2,7 +2,7 @@
 
 torchrun starts examples/train_gpt.py by way of killed_gpt.py, whose ranks kill themselves where the test
 says, and starts over. What must hold in the end is that losses are those of the run that nothing has broken:
-the same bits on as many processes, and the same but for rounding on another number.
+the same bits on as many processes, and the same up to rounding on another number.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def test_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill
 
 @pytest.mark.slow
 def test_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two processes, then one, then two again, each killed at a checkpoint but for the last."""
+    """Two processes, then one, then two again, each killed at a checkpoint except the last."""
     whole = losses_of(run(tmp_path / "unbroken", 1, [], saves=False, dropout=False))
     folder = tmp_path / "moved"
     starts = []

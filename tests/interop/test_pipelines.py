@@ -235,7 +235,7 @@ def act(what: str, schedule: Any, module: Any) -> None:
 
 REFUSALS = {
     "nothing sharded": "PipelineStage 0: nothing in its module, a Stage, is sharded. Call fully_shard on the",
-    "a part": "are not the same, so that its steps would not be theirs. Call fully_shard on the module of each stage",
+    "a part": "do not have the same parameter groups, so a step of one would not be a step of the other. Call",
     "no actions": "a Schedule1F1B has one stage a rank, which it neither unshards nor reshards. Leave the call out.",
     "microbatches": "were divided by 4 microbatches, those of this step are to be divided by 2, and they are one sum",
     "dw_builder": "it was given a dw_builder, which computes gradients of weights that would not be reduced. Leave",

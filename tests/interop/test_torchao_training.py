@@ -58,7 +58,7 @@ def trained(how: str, is_sharded: bool) -> dict[str, Any]:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
-        # Each rank takes the whole batch, lest scales of inputs differ from those of the reference.
+        # Each rank has the whole batch, so that scales of inputs are those of the reference.
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Tiny language models of Hugging Face with random weights, batches for them, and training in one process.
+"""Tiny Hugging Face language models with random weights, batches for them, and training in one process.
 
 What every framework's jobs note of a model is here as well."""
 

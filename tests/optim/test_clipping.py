@@ -359,7 +359,7 @@ def test_a_rank_without_any_gradient_takes_part() -> None:
 def test_a_kind_that_one_rank_lacks_is_refused_on_all_ranks() -> None:
     params = params_of([Given((5, 3), LINES[2], ROWS), PLAIN])
     text = refusal(clip_grad_norm_, params[: 1 + dist.get_rank()], 1.0)
-    assert "different parameters: plain parameters or some on other meshes (not on rank 0). The" in text
+    assert "different parameters: plain parameters or some on other meshes (not on rank 0). All" in text
 
 
 def refused_lists(layout: Layout, chosen: list[list[int]], is_named: bool) -> tuple[str, bool]:
@@ -380,14 +380,14 @@ def test_lists_that_differ_by_rank_are_refused_on_all_ranks(world2: World) -> No
     first = alike(world2.run(refused_lists, LINES[2], [[0, 1, 2], [2, 0]], True))
     assert_expected_inline(
         first[0],
-        """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
+        """ValueError: clip_grad_norm_: ranks have passed different parameters: inlet.bias (not on rank 1). All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.""",
     )
     assert first[1]  # nothing was scaled
     for text, is_untouched in world2.run(refused_lists, LINES[2], [[0, 1], [0, 2]], False):
         assert is_untouched
         assert_expected_inline(
             text,
-            """ValueError: clip_grad_norm_: ranks have passed different parameters: one of shape (2, 2) (not on rank 1), one of shape (3, 2) (not on rank 0). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
+            """ValueError: clip_grad_norm_: ranks have passed different parameters: one of shape (2, 2) (not on rank 1), one of shape (3, 2) (not on rank 0). All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.""",
         )
 
 

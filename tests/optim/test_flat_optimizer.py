@@ -1008,11 +1008,11 @@ def test_what_is_no_elementwise_optimizer_is_refused() -> None:
         "\n".join([*texts, refusal(FlatOptimizer, scheduled)]),
         """\
 TypeError: FlatOptimizer: optimizer is a Linear; pass a torch.optim.Optimizer.
-ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
-ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
-ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
-ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it takes sparse gradients only. So they cannot be stepped as one flat tensor. WholeParameters steps them whole.
-ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself; one that looks at whole parameters (norms, matrices) would compute something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
+ValueError: FlatOptimizer: LBFGS does not treat each element of a parameter by itself: it looks at all parameters together. So its parameters cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Adafactor does not treat each element of a parameter by itself: it keeps sums over rows and columns. So its parameters cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: Muon does not treat each element of a parameter by itself: it orthogonalises whole matrices. So its parameters cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: SparseAdam does not treat each element of a parameter by itself: it accepts only sparse gradients. So its parameters cannot be stepped as one flat tensor. WholeParameters steps them whole.
+ValueError: FlatOptimizer: test_flat_optimizer.MyAdamW is not known to treat each element of a parameter by itself. If it does, pass elementwise=True. If it looks at whole parameters (norms, matrices), use WholeParameters: it would compute something else on flat shards. Known are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD of torch.optim.
 TypeError: FlatOptimizer: elementwise is 1, an int; pass True or False.
 ValueError: FlatOptimizer: group 0 of AdamW is differentiable, but autograd does not see a step on flat shards. Use the optimizer without FlatOptimizer.
 TypeError: FlatOptimizer: this AdamW is a FlatOptimizer already.
@@ -1047,8 +1047,8 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to .grad of sharded parameters, or None.
-ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: nothing says which part of the whole this rank has. Load full states with shardwise.state.load_full_optimizer_state_dict.
+TypeError: blocks.0.up.weight: .grad is a plain Tensor, where a DTensor is expected, as the parameter is one: this rank cannot tell which part of the whole it holds. Assign only DTensors or None to .grad of sharded parameters.
+ValueError: blocks.0.up.weight: 'exp_avg' in the state of AdamW is a Tensor of shape (7, 6), where a DTensor of the parameter's shape, (7, 6), is expected: this rank cannot tell which part of the whole it holds. Load full states with shardwise.state.load_full_optimizer_state_dict.
 ValueError: FlatOptimizer: group 0 of AdamW has blocks.0.up.weight twice, and would step it twice. Leave one out.""",
     )
 
@@ -1147,6 +1147,6 @@ def test_an_optimizer_around_another_is_refused_and_left_as_it_was() -> None:
     wrapper = Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     assert_expected_inline(
         refusal(FlatOptimizer, wrapper, elementwise=True),
-        """ValueError: FlatOptimizer: Wrapper keeps no state of its own; it seems to step by another optimizer. Make that one a FlatOptimizer, before it is wrapped.""",
+        """ValueError: FlatOptimizer: Wrapper keeps no state of its own; it seems to call the step of another optimizer. Make that one a FlatOptimizer before you wrap it.""",
     )
     assert type(wrapper) is Wrapper

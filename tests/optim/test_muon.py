@@ -241,7 +241,7 @@ def trained_as_in_torch(options: dict[str, Any], kind: Any) -> dict[str, Any]:
 def test_arguments_and_numbers_are_those_of_torch(world: World, options: dict[str, Any]) -> None:
     want = trained_as_in_torch(options, torch.optim.Muon)
     for got in world.run(trained_as_in_torch, options, Muon):
-        # One process has the same bits, but for how a norm is summed. Gradients of several ranks are averages,
+        # One process has the same bits, except for how a norm is summed. Gradients of several ranks are averages,
         # which round otherwise, and the iteration rounds to three digits.
         assert_all_same([got], want, 1e-6 if world.size == 1 else 2e-2)
 

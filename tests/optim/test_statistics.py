@@ -338,7 +338,7 @@ def test_stages_of_a_pipeline_are_one_model(world4: World) -> None:
         assert_found(world4.run(found_in_stages, by, False), expected)
     assert_expected_inline(
         alike(world4.run(found_in_stages, "module", True)),
-        """ValueError: statistics: several ranks of group have a tensor named .weight, .bias. They have to hold other parameters each, as stages do: pass mappings in which names begin with the stage.""",
+        """ValueError: statistics: several ranks of group have a tensor named .weight, .bias. Each of them must hold different parameters, as pipeline stages do: pass mappings whose names begin with the stage.""",
     )
 
 
@@ -423,10 +423,10 @@ def test_ranks_that_pass_different_things_are_told() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-ValueError: statistics: ranks have passed different parameters: 35.x (not on rank 1), 36.x (not on rank 1), 37.x (not on rank 1), 38.x (not on rank 1) and 1 more. The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.
-ValueError: statistics: ranks have passed different parameters: of='parameters', histogram=None (not on rank 1), of='parameters', histogram=[0.0, 1.0] (not on rank 0). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.
-ValueError: statistics: ranks have passed different parameters: of 0 (not on rank 1), of 1 (not on rank 0). The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.
-ValueError: global_norm: ranks have passed different parameters: one of shape (36, 2) (not on rank 1), one of shape (37, 2) (not on rank 1), one of shape (38, 2) (not on rank 1), one of shape (39, 2) (not on rank 1) and 1 more. The result is one for all ranks, so they have to pass the same, as with model.parameters(); a parameter without .grad counts as zeros.""",
+ValueError: statistics: ranks have passed different parameters: 35.x (not on rank 1), 36.x (not on rank 1), 37.x (not on rank 1), 38.x (not on rank 1) and 1 more. All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.
+ValueError: statistics: ranks have passed different parameters: of='parameters', histogram=None (not on rank 1), of='parameters', histogram=[0.0, 1.0] (not on rank 0). All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.
+ValueError: statistics: ranks have passed different parameters: of 0 (not on rank 1), of 1 (not on rank 0). All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.
+ValueError: global_norm: ranks have passed different parameters: one of shape (36, 2) (not on rank 1), one of shape (37, 2) (not on rank 1), one of shape (38, 2) (not on rank 1), one of shape (39, 2) (not on rank 1) and 1 more. All ranks get the same result, so they must pass the same parameters, such as model.parameters(); a parameter without .grad counts as zeros.""",
     )
 
 

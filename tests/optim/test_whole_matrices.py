@@ -304,11 +304,11 @@ ValueError: bad has shape (4,): it is neither a matrix, of 2 dims, nor a stack o
 ValueError: bad has shape (2, 2, 2, 2): it is neither a matrix, of 2 dims, nor a stack of matrices, of 3. Leave it out, or view it as a matrix.
 ValueError: bad has dtype torch.int64; only matrices of floating numbers are supported.
 ValueError: bad has dtype torch.complex64; only matrices of floating numbers are supported.
-ValueError: bad has the layout torch.sparse_coo; only dense tensors can be put together.
+ValueError: bad has the layout torch.sparse_coo; only dense tensors are supported.
 ValueError: tensor 0: its row blocks are (3, 2), where positive numbers that add up to its 4 rows (shape (4, 4)) are expected.
 ValueError: WholeMatrices: batch_bytes is 0; pass a number of bytes above 0.
-ValueError: WholeMatrices: 2 tensors were passed, and the plan is of 1. Make another plan for others.
-ValueError: tensor 0 has shape (4, 4), placements (Shard(dim=1),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), where the plan was made for shape (4, 4), placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)). Make another plan for others.
+ValueError: WholeMatrices: 2 tensors were passed, but the plan was made for 1. Make another plan for other tensors.
+ValueError: tensor 0 has shape (4, 4), placements (Shard(dim=1),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), but the plan was made for shape (4, 4), placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)). Make another plan for other tensors.
 ValueError: the function of whole matrices returned (1, 3, 2) for 1 matrices of shape (2, 3); it has to return as many of that shape: (1, 2, 3).""",
     )
 

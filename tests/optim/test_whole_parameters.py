@@ -888,26 +888,26 @@ ValueError: WholeParameters: batch_bytes is -1; pass a number of bytes
 above 0.
 
 OWNERS OF SEVERAL MESHES
-ValueError: WholeParameters: single_owner=True, but not all parameters
-are on the same ranks: parameter 0 of group 0 and norm.weight are not.
-Leave some to another optimizer.
+ValueError: WholeParameters: single_owner=True needs all parameters on
+the same ranks, but parameter 0 of group 0 and norm.weight are not.
+Give some of them to another optimizer.
 
 NORM WITHOUT A SINGLE OWNER
-ValueError: WholeParameters: Normed with these options steps a
-parameter by what it finds in others (norms, estimates over all), of
-which each owner has some. Pass single_owner=True, which gives all of
-them to one rank.
+ValueError: WholeParameters: with these options Normed uses all
+parameters to step each of them (norms, estimates), but each owner has
+only some. Pass single_owner=True, which gives all of them to one
+rank.
 
 NORMS OF A LATER GROUP
-ValueError: WholeParameters: NormedByGroup with these options steps a
-parameter by what it finds in others (norms, estimates over all), of
-which each owner has some. Pass single_owner=True, which gives all of
-them to one rank.
+ValueError: WholeParameters: with these options NormedByGroup uses all
+parameters to step each of them (norms, estimates), but each owner has
+only some. Pass single_owner=True, which gives all of them to one
+rank.
 
 CLOSURE WITHOUT A SINGLE OWNER
-ValueError: WholeParameters: LBFGS calls a closure in its step, with
-all parameters as it wants them. Pass single_owner=True, which gives
-all of them to one rank.
+ValueError: WholeParameters: LBFGS calls a closure within its step,
+after changing all parameters. Pass single_owner=True, which gives all
+of them to one rank.
 
 OTHER OPTIONS ON A RANK
 ValueError: WholeParameters: ranks disagree on the optimizer: rank 0
@@ -941,9 +941,9 @@ ValueError: WholeParameters.step: ranks disagree on what to leave out:
 rank 0 has [], rank 1 has ['inlet.bias']. Pass the same on all ranks.
 
 A SHARDED STATE
-ValueError: inlet.weight: 'exp_avg' in its state is a DTensor, where
-WholeParameters has state whole, on one rank. Load sharded states with
-shardwise.load_checkpoint, or full ones.
+ValueError: inlet.weight: 'exp_avg' in its state is a DTensor, but
+WholeParameters keeps state whole, on one rank. Load a full state, or
+a sharded one with shardwise.load_checkpoint.
 
 SHARDED AFTER IT
 RuntimeError: inlet.weight: this is the full parameter, as it was

@@ -40,7 +40,7 @@ def test_float8_weights_are_all_gathered_with_the_scale_of_their_step(side: Side
     side.shard(model[2], model, reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(4):
-        # Each rank takes the whole batch, lest scales of inputs differ from those of the reference.
+        # Each rank has the whole batch, so that scales of inputs are those of the reference.
         torch.manual_seed(10 + step)
         batch = torch.randn(16, WIDTH)
         optimizer.zero_grad()

@@ -44,7 +44,7 @@ def calling_lines() -> tuple[Line, ...]:
 
 
 def calling_functions(most: int, outside: str) -> tuple[str, ...]:
-    """Qualified names of the innermost functions of `src/shardwise` that are being run, but for those of a file."""
+    """Qualified names of the innermost functions of `src/shardwise` that are being run, except those of a file."""
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < most:

@@ -41,7 +41,7 @@ def cube(names: tuple[str, ...] | None = NAMES) -> Any:
 MESHES = {
     "ranks out of order": refused_with(
         lambda: {"mesh": DeviceMesh("cpu", [1, 0])},
-        *("[1, 0]", "ascending order", "other ranks than the mesh says"),
+        *("[1, 0]", "ascending order", "on the wrong ranks"),
     ),
     "a cube": refused_with(lambda: {"mesh": cube()}, "mesh", "3", "dp_mesh_dims"),
     "a cube without names": refused_with(lambda: {"mesh": cube(None)}, "mesh", "3", "dp_mesh_dims"),

@@ -28,7 +28,7 @@ def look_up(module: nn.Module, name: str) -> type | None:
 
 @on_ranks(1)
 def test_the_class_is_mixed_once_and_is_both() -> None:
-    """It prints as before but for the names of classes, is found by its name and travels by pickle."""
+    """It prints as before except for the names of classes, is found by its name and travels by pickle."""
     plain, one, other = plain_tower(), sharded_tower(), sharded_tower()
     before = type(plain)
     facts = {

@@ -153,7 +153,7 @@ class Recipe:
     double: bool = False  # everything in float64
     scaled: bool = False  # by a gradient scaler; in the second step, gradients of one rank are infinite
     tolerance: float = 2e-5
-    is_exact: bool = True  # the same numbers as plain torch, but for the order of sums
+    is_exact: bool = True  # the same numbers as plain torch, up to the order of sums
 
 
 def with_hook(hook: Any) -> Callable[[Any], None]:

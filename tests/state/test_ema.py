@@ -169,14 +169,14 @@ def test_misuse_is_refused() -> None:
 ValueError: EMA: decay is 1.5; pass a number from 0 to 1, or a function that gives one.
 ValueError: EMA: dtype is torch.int8; pass a floating-point dtype, or None.
 RuntimeError: EMA: 22 parameters are still on the meta device: inlet.weight, inlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
-ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias, other are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which shard whole values.
 ValueError: EMA.load_state_dict: averages, num_updates missing. Pass what state_dict() of an EMA returned.
-ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which cut whole values.
-RuntimeError: EMA: update() inside swap(), where the model has the averages for weights.
-RuntimeError: EMA: state_dict() inside swap(), where the model has the averages for weights.
-RuntimeError: EMA: another swap() inside swap(), where the model has the averages for weights.
-RuntimeError: EMA: inlet.weight was sharded since: make the EMA after fully_shard.
-RuntimeError: EMA: inlet.weight, inlet.bias were frozen when the EMA was made, and are trainable now, but not averaged. Make the EMA once all that will train is unfrozen, or another one now.""",
+ValueError: EMA.load_state_dict: embed.weight, norm.weight, norm.bias, blocks.0.weight, blocks.0.bias, blocks.1.bias are on one side only, of another shape, or whole on one side and a DTensor on the other. Make the EMA of a model with the same trainable parameters; and save and load it as states={'ema': ema} of save_checkpoint and load_checkpoint, which shard whole values.
+RuntimeError: EMA: update() was called inside swap(), where the weights of the model are the averages.
+RuntimeError: EMA: state_dict() was called inside swap(), where the weights of the model are the averages.
+RuntimeError: EMA: another swap() was called inside swap(), where the weights of the model are the averages.
+RuntimeError: EMA: inlet.weight was sharded after the EMA was made. Make the EMA after fully_shard.
+RuntimeError: EMA: inlet.weight, inlet.bias were frozen when the EMA was made. They are trainable now, but not averaged. Unfreeze what will train before you make the EMA, or make a new one now.""",
     )
 
 

@@ -304,8 +304,8 @@ def test_state_of_a_ranks_own_is_not_taken_for_the_whole() -> None:
     assert_expected_inline(
         "\n".join(told),
         """\
-ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)
-ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: nothing says which part of the whole this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved. (ranks 0, 1 failed)""",
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: this rank cannot tell which part of the whole it holds. shardwise.optim.WholeParameters keeps such state whole, so that it can be saved. (ranks 0, 1 failed)
+ValueError: rank 0: inlet.weight: Keeping keeps 'mine' of it as a plain tensor of shape (4, 7), but the parameter is sharded: this rank cannot tell which part of the whole it holds. shardwise.optim.WholeParameters keeps such state whole, so that it can be saved. (ranks 0, 1 failed)""",
     )
 
 
@@ -461,14 +461,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
 ValueError: load_full_optimizer_state_dict: the optimizer has other parameters; saved only: nope.weight. Nothing was loaded.
 RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.
 ValueError: load_full_optimizer_state_dict: inlet.weight and inlet.bias share a param group in the saved state, and are in two groups of the optimizer. Build the optimizer with the same groups as the one that was saved.
-ValueError: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), and here (7, 7), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
-ValueError: load_full_optimizer_state_dict: it holds momentum_buffer, and this optimizer keeps exp_avg, exp_avg_sq, step, so that it is of another kind.
+ValueError: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (3,), but (7, 7) here; the shape of the parameter is (7, 7). So it is unknown how the ranks share this state. Take a step with the optimizer before loading, so that its state shows how.
+ValueError: load_full_optimizer_state_dict: the state holds momentum_buffer, but this optimizer keeps exp_avg, exp_avg_sq, step: it is the state of another kind of optimizer.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'model', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a NoneType, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
-RuntimeError: rank 0: load_full_optimizer_state_dict: parameters go by names or by ids, but not by both in one state.
+RuntimeError: rank 0: load_full_optimizer_state_dict: a state identifies its parameters by names or by ids, but not by both.
 RuntimeError: rank 0: load_full_optimizer_state_dict: state is a dict with 'state', 'param_groups', where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rekey_optimizer_state_dict: to is 'number'; pass 'name' or 'id'.
 ValueError: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
@@ -498,7 +498,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_before_anything_is_loaded()
     assert_expected_inline(
         "\n".join([re.sub(r"this rank \(\d\)", "this rank", text) for text in told]),
         """\
-ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (7, 1), and the parameter (7, 7); nothing says how that is laid out over ranks. Take a step with the optimizer before loading, so that its state shows it.
+ValueError: rank 1: load_full_optimizer_state_dict: 'exp_avg' of inlet.weight has shape (7, 1); the shape of the parameter is (7, 7). So it is unknown how the ranks share this state. Take a step with the optimizer before loading, so that its state shows how.
 RuntimeError: rank 1: load_full_optimizer_state_dict: state is a dict with nothing in it, where the state of an optimizer has 'state', a dict for each parameter, and 'param_groups', a list of dicts with 'params' in each.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.
 ValueError: rank 1: SGD: parameter 0 of group 0, of shape (2,), does not belong to the model, so its state has no name in a checkpoint. Build the optimizer from model.parameters(), after the model was sharded.

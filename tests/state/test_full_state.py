@@ -382,7 +382,7 @@ def test_nothing_is_left_without_values() -> None:
         "\n".join([lenient, lost]),
         """\
 RuntimeError: load_full_state_dict: missing in the source, and without values in the model: scale, embed.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, blocks.0.weight and 4 more (call shardwise.materialize(model) first, for initial values).
-RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (buffers with persistent=False are in no state). Call shardwise.materialize(model) first.""",
+RuntimeError: load_full_state_dict: passing is on the meta device, without values, and will not be loaded (no state dict contains buffers with persistent=False). Call shardwise.materialize(model) first.""",
     )
 
 

@@ -581,12 +581,12 @@ def test_an_init_of_everything_at_once_is_refused_by_name_however_it_writes(how:
             """\
 RuntimeError: materialize: the init of blocks.0.up (Linear) writes to
 outlet.weight, which belongs to another group, or to no module inside
-this one, and is not whole now: one group has full parameters at a
-time, and of it what the module contains. Initialise parameters where
-they are owned: give their classes reset_parameters(), or pass an
-init_fn that looks at the module it is called with and at nothing
-else. A function that initialises the whole model from its root does
-not fit.""",
+this one, and is not full now: only one group at a time has full
+parameters, and only those inside the module. Initialise each
+parameter in the module that owns it: give its class
+reset_parameters(), or pass an init_fn that changes only the module it
+is called with. A function that initialises the whole model from its
+root does not work.""",
         )
 
 
@@ -705,10 +705,10 @@ def test_ranks_that_disagree_about_what_has_values_are_told(world2: World) -> No
     assert_expected_inline(
         wrapped(texts[1]),
         """\
-RuntimeError: materialize: ranks disagree about what has no values:
-here everything has, on the first rank weight, bias. Build the model
-on the meta device on all ranks; to spread what one rank has loaded,
-use load_full_state_dict.""",
+RuntimeError: materialize: ranks disagree about which tensors have no
+values: here none, on the first rank weight, bias. Build the model on
+the meta device on all ranks. If one rank has loaded values, send them
+to the others with load_full_state_dict.""",
     )
 
 

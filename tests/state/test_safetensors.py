@@ -1,4 +1,4 @@
-"""Model files in the layout of Hugging Face: written by several ranks, read by slices."""
+"""Model files in Hugging Face's layout: written by several ranks, read by slices."""
 
 import json
 import os
@@ -370,8 +370,8 @@ a file lacks its end: RuntimeError: FOLDER/b.safetensors cannot be read as safet
 a file is no such file: RuntimeError: FOLDER/b.safetensors cannot be read as safetensors (Error while deserializing header: header too large): it is damaged, or was not written to its end.
 no index: RuntimeError: FOLDER has neither model.safetensors.index.json nor model.safetensors in it, but 2 other safetensors files: pass those that belong together.
 of another model: RuntimeError: load_full_state_dict: missing in the source: inlet.weight (pass strict=False to keep what the model has).
-the index names what is not there: RuntimeError: FOLDER/a.safetensors does not hold blocks.9.weight, which the index says is there.
-the index is cut off: RuntimeError: FOLDER/model.safetensors.index.json is no index of safetensors files (JSONDecodeError: Unterminated string starting at: line 1 column 17 (char 16)).
+the index names what is not there: RuntimeError: FOLDER/a.safetensors lacks blocks.9.weight, contrary to the index.
+the index is cut off: RuntimeError: FOLDER/model.safetensors.index.json is not an index of safetensors files (JSONDecodeError: Unterminated string starting at: line 1 column 17 (char 16)).
 nothing there: RuntimeError: FOLDER does not exist. Was a part of the model not copied?""",
     )
 

@@ -240,7 +240,7 @@ def test_replicas_without_values_get_shards_from_that_of_the_source() -> None:
 @on_ranks(4)
 def test_shards_that_nobody_else_has_must_be_there() -> None:
     told = refusal(sync_module_states, replicas_on("cpu meta cpu cpu"))
-    assert "sync_module_states: rank 1 must send them, or no other rank can: " in told
+    assert "sync_module_states: rank 1 must send values that it does not have: " in told
     assert "blocks.0" in told
 
 

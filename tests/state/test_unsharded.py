@@ -808,7 +808,7 @@ def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
 ValueError: unsharded: there is no sharded module in this Tower. Call fully_shard or shard_model first.
 TypeError: unsharded: model is a list; pass an nn.Module.
 ValueError: unsharded: there is no sharded module in this Linear. Call fully_shard or shard_model first.
-ValueError: unsharded: ModuleList is not sharded itself, so that recurse=False leaves nothing. Pass a sharded module, or recurse=True.
+ValueError: unsharded: ModuleList is not sharded itself, so recurse=False leaves nothing to unshard. Pass a sharded module, or recurse=True.
 ValueError: unsharded: rank0_only=True with writeback=True: the other ranks would have nothing to write back, and their shards would not follow what rank 0 changes. Pass writeback=False.
 RuntimeError: Cannot run forward: 22 parameters are still on the meta device: inlet.weight, inlet.bias, outlet.weight, outlet.bias, blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.up.weight, blocks.0.up.bias and 14 more. Nothing has given them values. Call shardwise.materialize(model), or load a checkpoint, first.
 TypeError: unsharded: recurse is 'yes', a str; pass True or False.
@@ -930,7 +930,7 @@ def test_what_src_rank_cannot_do_is_refused_on_all_ranks() -> None:
         "\n".join([refusal(act) for act in acts]),
         """\
 TypeError: unsharded: src_rank is True, a bool; pass a global rank, or None.
-ValueError: unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads left out.
+ValueError: unsharded: src_rank sends values that are written back. Pass writeback=True with it, and leave out with_grads.
 ValueError: unsharded: rank 2 was named as src_rank, but does not hold inlet.weight, which is on ranks [0, 1]. Summon modules that it holds whole, or make the same change on all ranks.
 ValueError: unsharded: ranks disagree on src_rank: rank 0 has 0, rank 1 has 1. Pass the same on all ranks.
 RuntimeError: unsharded: rank 0: inlet.weight: it was removed. Put it back, or change modules before fully_shard.""",

@@ -322,17 +322,17 @@ def test_refusals(world2: World) -> None:
         text,
         """\
 ValueError: shard_model: strategy="auto" chooses what fits in memory,
-and memory is missing. Pass memory="80GB", what a rank has.
+and memory is missing. Pass memory="80GB", the memory of a rank.
 
 ValueError: shard_model: strategy="auto" chooses what fits in memory,
-and sample is missing. Pass sample=batch, what forward takes on a
+and sample is missing. Pass sample=batch, the input of forward on a
 rank.
 
-ValueError: shard_model: strategy is 'zero3', and only "auto" takes
-memory, to choose by. Leave that out, or pass strategy="auto".
+ValueError: shard_model: strategy is 'zero3', but only "auto" uses
+memory. Leave that out, or pass strategy="auto".
 
-ValueError: shard_model: strategy is 'zero2', and only "auto" takes
-memory and sample and optimizer, to choose by. Leave that out, or pass
+ValueError: shard_model: strategy is 'zero2', but only "auto" uses
+memory and sample and optimizer. Leave that out, or pass
 strategy="auto".
 
 ValueError: shard_model: memory '80GBs' is not an amount of memory.

@@ -167,7 +167,7 @@ MODELS = {
 
 
 def wrapped_by_peer(model: nn.Module, policy: Any, **options: Any) -> set[str] | None:
-    """The names of the modules with parameters that FullyShardedDataParallel wraps, but for the model itself.
+    """The names of the modules with parameters that FullyShardedDataParallel wraps, except the model itself.
 
     None if it wraps one without a forward, and warns that this does not work: we do not choose it.
     """
@@ -611,8 +611,8 @@ shard_model: wrap is <lambda>, which takes (*args). Pass a function of
 (module), of (name, module) or of (module, recurse, nonwrapped_numel);
 give further arguments defaults, or values with functools.partial.
 
-shard_model: wrap is max, which does not say what arguments it takes.
-Pass a function that calls it: lambda module: ...
+shard_model: wrap is max, whose signature Python cannot read. Pass a
+function that calls it: lambda module: ...
 
 WrapRecursively: transformer_auto_wrap_policy takes (module:
 torch.nn.modules.module.Module, recurse: bool, nonwrapped_numel: int,
@@ -661,8 +661,8 @@ recurse, nonwrapped_numel). Give values to further arguments with
 functools.partial; pass a function of (module) or of (name, module) to
 shardwise.strategies.WrapWhere.
 
-WrapWhere(<lambda>) answered with a dict for '0.0'. It chooses modules
-only: answer True or False, and give settings of single groups to
+WrapWhere(<lambda>) returned a dict for '0.0'. It only chooses
+modules: return True or False, and pass settings of single groups as
 shard_model(overrides={...}).""",
     )
     assert_expected_inline(
@@ -693,22 +693,22 @@ def test_a_policy_that_chooses_nothing_is_told_what_the_model_has() -> None:
         ),
         """\
 shard_model: WrapClasses(Conv2d) chose no module with parameters
-inside the LanguageModel, which would be one group, unsharded at once.
-There are 49 x Linear, 25 x LayerNorm, 12 x CausalBlock, 1 x
-Embedding. Choose some of these with wrap=, or pass wrap=None for the
-repeated blocks.
+inside the LanguageModel, so the whole model would be one group,
+unsharded at once. Modules that can be chosen: 49 x Linear, 25 x
+LayerNorm, 12 x CausalBlock, 1 x Embedding. Choose some of these with
+wrap=, or pass wrap=None for the repeated blocks.
 
 shard_model: WrapClasses(Linear) chose no module with parameters
-inside the LanguageModel, which would be one group, unsharded at once.
-There are none. Choose some of these with wrap=, or pass wrap=None for
-the repeated blocks.
+inside the LanguageModel, so the whole model would be one group,
+unsharded at once. Modules that can be chosen: none. Choose some of
+these with wrap=, or pass wrap=None for the repeated blocks.
 
-shard_model: Own chose no module with parameters inside the Bag, which
-would be one group, unsharded at once. There are 5 x Linear, 4 x
-LayerNorm, 2 x NonDynamicallyQuantizableLinear, 2 x
-MultiheadAttention, 2 x TransformerEncoderLayer, 1 x Embedding and 1
-more. Choose some of these with wrap=, or pass wrap=None for the
-repeated blocks.""",
+shard_model: Own chose no module with parameters inside the Bag, so
+the whole model would be one group, unsharded at once. Modules that
+can be chosen: 5 x Linear, 4 x LayerNorm, 2 x
+NonDynamicallyQuantizableLinear, 2 x MultiheadAttention, 2 x
+TransformerEncoderLayer, 1 x Embedding and 1 more. Choose some of
+these with wrap=, or pass wrap=None for the repeated blocks.""",
     )
 
 
@@ -722,8 +722,8 @@ def test_what_a_policy_returns_is_checked() -> None:
             lambda: choice(Own(kind=lambda _: None), model),
         ),
         """\
-shard_model: Own.choose() returned among the modules '0', a str;
-return the modules themselves.
+shard_model: Own.choose() returned a list that contains '0', a str;
+return modules only.
 
 shard_model: Own.choose() returned a dict; return a list of modules.
 

@@ -112,7 +112,7 @@ def groups_of(model: nn.Module) -> list[list[str]]:
 
 # --- what a rank sends ----------------------------------------------------------------------------
 
-# Everything of a process group that moves data, but for what is weighed one by one below.
+# Everything of a process group that moves data, except what is weighed one by one below.
 OTHERS = (
     *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allgather_coalesced", "broadcast"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall"),

@@ -350,9 +350,9 @@ def check_before_training(bucket: Bucket) -> None:
         check_protocol(param.local, param.fqn)
         if isinstance(bucket, ExtensionBucket) and not is_extension(param.local):
             raise NotImplementedError(
-                f"{param.fqn} holds a {type(param.local).__name__}, a tensor subclass that does not say how "
-                f"it is gathered. Give the class {PRE} and {POST} before the first forward; or, before "
-                "fully_shard, convert the parameter to a plain tensor, or pass it in ignored_params."
+                f"{param.fqn} holds a {type(param.local).__name__}, a tensor subclass that does not define "
+                f"how it is all-gathered. Give the class {PRE} and {POST} before the first forward; or, "
+                "before fully_shard, convert the parameter to a plain tensor, or pass it in ignored_params."
             )
 
 

@@ -32,7 +32,7 @@ def to_safetensors(
     max_shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
 ) -> list[str]:
-    """Write the model of a checkpoint in the layout of Hugging Face; returns names of what was left out.
+    """Write the model of a checkpoint in Hugging Face's layout; return the names of what was left out.
 
     Args:
         source: a folder that ``save_checkpoint`` or ``torch.distributed.checkpoint`` wrote, on any number of
@@ -109,7 +109,7 @@ def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
     wanted = f"'{key}'" if key else f"its top or at any of {', '.join(MODEL_KEYS)}"
     raise ValueError(
         f"convert: {manifest.path} has no tensors at {wanted}. At its top are {listed(tops)}. Name the place "
-        "of the model with --key, with dots between the keys of dicts in each other."
+        "of the model with --key, with dots between the keys of nested dicts."
     )
 
 

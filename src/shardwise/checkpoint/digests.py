@@ -169,7 +169,7 @@ def read_digests(folder: "OpenFolder", metadata: bytes) -> Digests | None:
     if told["metadata"] != {"bytes": len(metadata), "sha256": sha256(metadata).hexdigest()}:
         raise ValueError(
             f"{folder.path} is damaged: .metadata is not what was written, or is that of another save. "
-            "It lists all keys; load an earlier checkpoint."
+            "Nothing can be loaded without its list of keys. Load an earlier checkpoint."
         )
     files = {name: (each["ends"], each["crc32"]) for name, each in told["files"].items()}
     return {
@@ -235,7 +235,7 @@ def _damaged_zips(name: str, file: io.FileIO, wanted: Iterable[Wanted]) -> Itera
             continue
         try:
             bad = _why_bad(_FileRange(file, record.offset, record.length), each)
-        except Exception as error:  # what reads archives and pickles raises whatever the bytes happen to say
+        except Exception as error:  # damaged archives and pickles raise errors of any type
             bad = f"{type(error).__name__}: {error}"
         if bad is not None:
             yield f"{name}, bytes {record.offset} to {record.offset + record.length}: {each.key} ({bad})"

@@ -89,14 +89,14 @@ class Save:
 
 
 def new_token() -> str:
-    """A name that no other save has, and that says which process it is of."""
+    """A name that no other save has, and that identifies its process."""
     pid = os.getpid()
     return f"{this_host()}-{pid:x}-{_began(pid) or 0:x}-{uuid4().hex[:6]}"
 
 
 @contextmanager
 def running(token: str) -> Iterator[None]:
-    """Inside, nobody in this process takes what is called so for remains."""
+    """Inside, this process does not treat files with this name as remains."""
     _running.add(token)
     try:
         yield
@@ -130,16 +130,16 @@ def refuse_forbidden(path: Path) -> None:
             "and the folders above it (ls -ld), and run the job as a user who may read them."
         ) from error
     except OSError:
-        return  # it is not there, which is told in other words
+        return  # it does not exist; another error reports that
 
 
 def why_not_a_checkpoint(path: Path) -> str:
     """What is wrong with a `path` at which nothing was found."""
     if (hidden := _HIDDEN.fullmatch(path.name)) and hidden["kind"] == "partial":
-        return "it is what a save that did not end has left behind; load the checkpoint before it"
+        return "an unfinished save left it behind; load the checkpoint before it"
     partial = [each for each, kind, name in _remains(path.parent) if (kind, name) == ("partial", path.name)]
     if partial:
-        return f"only {partial[0]} is there, which a save that did not end has left behind"
+        return f"only {partial[0]} is there, which an unfinished save left behind"
     if not path.exists():
         return "it does not exist"
     if not path.is_dir():
@@ -147,7 +147,8 @@ def why_not_a_checkpoint(path: Path) -> str:
     inside = [each.name for each in sorted(path.iterdir()) if is_complete(each)]
     if inside:
         return (
-            f"it is a folder of checkpoints; load one of them, or latest_checkpoint: {', '.join(inside[:8])}"
+            "it is a folder of checkpoints; load one of them, or what latest_checkpoint returns: "
+            f"{', '.join(inside[:8])}"
         )
     return f"the folder has no file {METADATA}"
 
@@ -245,7 +246,8 @@ def _refuse_others(path: Path) -> None:
     # Asked again, since another job's save may have come between two of the questions.
     if all(path.exists() and not is_complete(path) and not is_remains(path) for _ in range(TRIALS)):
         raise FileExistsError(
-            f"{path} exists and is not a checkpoint, so it is not replaced by one. Choose another path."
+            f"{path} exists and is not a checkpoint, so save_checkpoint does not replace it. Choose another "
+            "path."
         )
 
 
@@ -319,7 +321,7 @@ def remove(path: Path) -> None:
 
 
 def _remove_checkpoint(place: Path, path: Path, token: str) -> None:
-    """Remove the checkpoint `path`, which is at `place`, under a name that says so should it not end."""
+    """Remove the checkpoint `path`, which is at `place`, under a name that marks an unfinished removal."""
     removed = _hidden(path, token, "removed")
     remove(removed)
     with suppress(FileNotFoundError):  # another job removes it as well
@@ -375,15 +377,15 @@ def newest(caller: str, directory: Path) -> Path | None:
             f"{caller}: {directory} is itself a checkpoint, not a folder of checkpoints. Pass it to "
             f"load_checkpoint, or the folder that holds it to {caller}."
         )
-    # Names of one number are told apart by their text, so that all ranks choose the same one.
+    # Names with the same number are ordered by their text, so that all ranks choose the same one.
     complete = complete_in(directory)
     latest = max(filter(numbered, complete), key=newness, default=None)
     if latest is not None:
         return complete[latest]
     if complete:
         warnings.warn(
-            f"{caller}: {directory} has complete checkpoints, but their names do not end in a "
-            f"number ({listed(sorted(complete))}), so nothing says which is the newest. Chose none. Save "
+            f"{caller}: {directory} has complete checkpoints, but their names do not end in a number "
+            f"({listed(sorted(complete))}), so it is unknown which is the newest. None was chosen. Save "
             "under names such as step-100, or pass the path of one to load_checkpoint.",
             stacklevel=3,
         )
@@ -391,7 +393,7 @@ def newest(caller: str, directory: Path) -> Path | None:
 
 
 def remove_older(save: Save, keep: int) -> None:
-    """Remove complete checkpoints named like `path` with lower numbers, but for the newest `keep` with it."""
+    """Remove complete checkpoints named like `path` with lower numbers; keep the newest, `keep` with it."""
     own = numbered(save.path.name)
     if own is None:
         raise ValueError(f"{save.path.name}: keep needs names that end in a number, such as step-100")
@@ -461,7 +463,7 @@ def _remains(directory: Path) -> list[tuple[Path, str, str]]:
 
 
 def _is_abandoned(place: Path) -> bool:
-    """Whether nobody writes or removes it any more."""
+    """Whether no process writes or removes it any more."""
     match = _HIDDEN.fullmatch(place.name)
     assert match is not None
     if match["token"] is None or match["host"] != this_host():

@@ -94,7 +94,7 @@ class Loaded:
             return 0
         if "step" not in self.shared:
             raise ValueError(
-                f"{self.path} does not say at which step it was saved: `shared` "
+                f"{self.path} does not record the step at which it was saved: `shared` "
                 f"{f'has only {listed(sorted(self.shared))}' if self.shared else 'is empty'}. Save it with "
                 "save_checkpoint(..., shared={'step': step})."
             )
@@ -116,7 +116,7 @@ def load_checkpoint(
     trust: bool = False,
     local: bool = False,
 ) -> Loaded:
-    """Load a checkpoint into a model, whatever the numbers of ranks and the ways of sharding.
+    """Load a checkpoint into a model. The number of ranks and the sharding may differ from those of the save.
 
     Collective over all ranks of the default process group. Before anything changes, it checks names, shapes
     and dtypes, that each tensor is complete, that all ranks see the same save, and that this rank reads what
@@ -343,9 +343,9 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
     if not saved:
         tops = {str(place[0]) for place in manifest.places}
         raise ValueError(
-            f"{manifest.path} holds no model: its keys are {listed(sorted(tops))}, and not 'model'. It was "
-            "written by another recipe; read it with torch.distributed.checkpoint, and give it to the model "
-            "by hand."
+            f"{manifest.path} holds no model: its keys are {listed(sorted(tops))}, and not 'model'. Another "
+            "program saved it in a different layout; read it with torch.distributed.checkpoint, and load the "
+            "values into the model yourself."
         )
     # An empty dict, which a module may save beside tensors, has no key in a checkpoint of torch's.
     facts = {
@@ -386,10 +386,10 @@ def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
     lines = [f"rank {rank} on {host} has {path}, save {save}" for rank, (save, path, host) in enumerate(seen)]
     firsts = [line for rank, line in enumerate(lines) if seen[rank][0] not in [s for s, _, _ in seen[:rank]]]
     raise ValueError(
-        f"ranks see different checkpoints: {listed(firsts)}. Each would load its part of another model. The "
-        "path is on disks of the hosts' own, or one of them sees an old state of a shared one, or another "
-        "job saves there. Put checkpoints where all hosts see the same, or copy one of these to all hosts; "
-        "load again if another job was saving. Nothing was loaded."
+        f"ranks see different checkpoints: {listed(firsts)}. Each rank would load its part of a different "
+        "model. Each host may have this path on its own disk, or see an old state of a shared one, or "
+        "another job may be saving there. Put checkpoints on a file system that all hosts share, or copy one "
+        "of these to all hosts. If another job was saving, load again. Nothing was loaded."
     )
 
 
@@ -462,7 +462,7 @@ class Reading:
     def run(self) -> None:
         """Read, and give everything to its owner."""
         if is_on_meta(self.model):
-            with _trying("the model could not be given memory"):
+            with _trying("allocating memory for the model failed"):
                 give_memory(self.model)
                 self.plans = self.plan()  # anew: planned tensors are like the parameters
                 self.targets.entries = entries_of(self.model)
@@ -471,7 +471,7 @@ class Reading:
         with _trying("reading its tensors failed", ". Files may have been damaged since they were written"):
             read(self.manifest, tensors, trust=False)
         values: dict[Any, Any] = {key: self.values[key] for key in targets.keys() - tensors} | tensors
-        with _trying("the model did not take what was read"):
+        with _trying("loading what was read into the model failed"):
             # Tensors have been read into the model's own; this is for states of other kinds, and for hooks.
             state = {
                 entry.key: rebuilt({place: values[key] for place, key in self._saved[name].items()})
@@ -480,14 +480,14 @@ class Reading:
             }
             self.model.load_state_dict(state, strict=False)
         for optimizer, plan in zip(self.optimizers, self.plans, strict=True):
-            with _trying(f"{type(optimizer).__name__} did not take what was read"):
+            with _trying(f"loading what was read into {type(optimizer).__name__} failed"):
                 loaded = {
                     number: rebuilt({place: values[key] for place, key in places.items()})
                     for number, places in plan.state.items()
                 }
                 load_into(optimizer, plan.kept | loaded, plan.groups, self.targets.converts)
         for state_plan in self.state_plans:
-            with _trying(f"states[{state_plan.name!r}].load_state_dict did not take what was read"):
+            with _trying(f"states[{state_plan.name!r}].load_state_dict failed"):
                 state_plan.give(self.values | values)
 
     def _targets(self) -> dict[str, Tensor | None]:
@@ -528,7 +528,7 @@ class Reading:
 
 @contextmanager
 def _trying(what: str, hint: str = "") -> Iterator[None]:
-    """An error inside says what was tried.
+    """An error inside names what failed.
 
     ``hint`` is its usual cause, which a warning that the caller's filters turn into an error does not have.
     """
@@ -544,7 +544,7 @@ def _fill(rank_group: RankGroup, reading: Reading) -> None:
     try:
         rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
     except Exception as error:
-        why = f"{error}. The weights are partly those of the checkpoint and partly others; load another one."
+        why = f"{error}. The weights are a mix of those of the checkpoint and others. Load another one."
         mark_partly_loaded(reading.model, why)
         raise RuntimeError(why) from error
     if not reading.targets.missing():  # else what a load before this one has left may still be there

@@ -46,7 +46,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: folders.OpenFolder, verify: bool = True, trust: bool = False) -> "Manifest":
-        """Read it; with `verify` its digests too, where there are any; with `trust` whatever it holds."""
+        """Read it; with `verify` its digests too, where there are any; with `trust` objects of any class."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         path = folder.path
@@ -64,16 +64,16 @@ class Manifest:
         manifest = cls(folder, metadata, f"{save} ({sha256(content).hexdigest()[:12]})", digests, places)
         if verify and digests is None and (INFO, HAS_DIGESTS) in places:
             raise ValueError(
-                f"{path} is damaged: {DIGESTS} is missing, which says whether the other files are what was "
-                "written. Was it left out when the folder was copied? verify=False loads without it."
+                f"{path} is damaged: {DIGESTS} is missing, which is needed to verify the other files. Was it "
+                "left out when the folder was copied? verify=False loads without it."
             )
         if outside := sorted(
             {i.relative_path for i in metadata.storage_data.values() if leaves_folder(i.relative_path)}
         ):
             raise ValueError(
                 f"{path / folders.METADATA} names files outside of its folder: {listed(map(repr, outside))}. "
-                "No save writes that; it is damaged, or made to read what is not part of it. Nothing was "
-                "loaded."
+                "No save writes such names: the file is damaged, or was forged to read other files. Nothing "
+                "was loaded."
             )
         return manifest
 
@@ -98,15 +98,15 @@ class Manifest:
         return ShapeAndDtype(None) if md is None else ShapeAndDtype(tuple(md.size), md.properties.dtype)
 
     def check(self) -> None:
-        """What it says agrees with itself, and with the sizes of files."""
+        """Check that its entries agree with each other and with the sizes of files."""
         try:
             wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
-        except Exception as error:  # whatever types it happens to have
+        except Exception as error:  # damaged values may have any type
             wrong = [f"{type(error).__name__}: {error}"]
         if wrong:
             raise ValueError(
-                f"{self.path} is damaged: {folders.METADATA} does not agree with itself: {listed(wrong)}. "
-                "Nothing was loaded; load an earlier checkpoint."
+                f"{self.path} is damaged: {folders.METADATA} contradicts itself: {listed(wrong)}. Nothing "
+                "was loaded; load an earlier checkpoint."
             )
         self._check_files(self.metadata.storage_data.values())
 
@@ -124,19 +124,19 @@ class Manifest:
         self.folder.keep_open(wanted)
         if verify and (wrong := damaged(self.folder, self.digests, wanted)):
             raise ValueError(
-                f"{self.path} is damaged; what is there is not what was written in {listed(wrong)}. Nothing "
-                "was loaded; load an earlier checkpoint. verify=False loads it as it is."
+                f"{self.path} is damaged. These parts are not what was written: {listed(wrong)}. Nothing was "
+                "loaded; load an earlier checkpoint. verify=False loads it as it is."
             )
 
     def _wrong_names(self) -> Iterator[str]:
         """Names are stored twice, as keys and as paths: yields those that differ."""
         for key, place in (self.metadata.planner_data or {}).items():
             if ".".join(map(str, place)) != key:
-                yield f"{key} is said to be {'.'.join(map(str, place))} as well"
+                yield f"{key} has the path {'.'.join(map(str, place))}"
         if self.metadata.planner_data and (
             lost := self.metadata.state_dict_metadata.keys() - self.metadata.planner_data
         ):
-            yield f"{listed(sorted(lost))} have no place"
+            yield f"{listed(sorted(lost))} have no path"
 
     def _wrong_chunks(self) -> Iterator[str]:
         for key in self.metadata.state_dict_metadata:
@@ -158,11 +158,11 @@ class Manifest:
         for index in needed - records.keys():
             yield f"{index.fqn}{_at(index)} is in no file"
         for index in records.keys() - needed:
-            yield f"{index.fqn}{_at(index)} in {records[index].relative_path} is no part of the checkpoint"
+            yield f"{index.fqn}{_at(index)} in {records[index].relative_path} is not part of the checkpoint"
         by_file: dict[str, list[Any]] = {}
         for index, record in records.items():
             if record.offset < 0 or record.length < 0:
-                yield f"{index.fqn}{_at(index)} has a negative place in {record.relative_path}"
+                yield f"{index.fqn}{_at(index)} has a negative offset or length in {record.relative_path}"
             by_file.setdefault(record.relative_path, []).append((record.offset, record.length, index))
         for name, each in by_file.items():
             each.sort(key=lambda part: part[:2])
@@ -185,12 +185,12 @@ class Manifest:
                 continue
             folders.refuse_forbidden(self.path / name)
             if size < length:
-                wrong.append(f"{name} has {size} bytes, of at least {length}")
+                wrong.append(f"{name} has {size} bytes, where at least {length} are expected")
             elif exact and size != exact.get(name):
-                wrong.append(f"{name} has {size} bytes, and {exact.get(name)} according to {DIGESTS}")
+                wrong.append(f"{name} has {size} bytes, but {exact.get(name)} according to {DIGESTS}")
         if wrong:
             raise ValueError(
-                f"{self.path} is damaged: {listed(wrong)}. What was in them is lost; load an earlier "
+                f"{self.path} is damaged: {listed(wrong)}. These contents are lost; load an earlier "
                 "checkpoint. If ranks are on several hosts, the path must be on a file system that all of "
                 "them share."
             )
@@ -207,10 +207,10 @@ def _unpickled(path: Path, content: bytes, trust: bool) -> Any:
             f"{file} is not read: {error}. Loading it could run any code. If you trust whoever wrote it, "
             "pass trust=True. Nothing was loaded."
         ) from error
-    except Exception as error:  # pickle raises whatever the bytes happen to say
+    except Exception as error:  # damaged pickles raise errors of any type
         raise ValueError(
-            f"{file} cannot be read ({type(error).__name__}: {error}). It was damaged after it was "
-            "written, or by another program; load an earlier checkpoint."
+            f"{file} cannot be read ({type(error).__name__}: {error}). It was damaged after it was written, "
+            "or another program wrote it; load an earlier checkpoint."
         ) from error
 
 
@@ -306,7 +306,7 @@ def read_objects(manifest: Manifest, keys: list[str], verify: bool, trust: bool)
     except Exception as error:
         raise ValueError(
             f"{manifest.path} cannot be read: {type(error).__name__}: {error}. It is damaged, or holds "
-            "objects of classes that are not to be found here. Nothing was loaded."
+            "objects of classes that cannot be imported here. Nothing was loaded."
         ) from error
     return targets
 

@@ -1,8 +1,8 @@
 """Reading `.metadata`, which is a pickle, without running anything that it asks for.
 
-Unpickling calls whatever the bytes name. So the names that torch writes stand in a table here, and any other
-is refused. Those of torch's classes do not stand for the classes: what they would be made of is noted down,
-and the real ones are made of it afterwards. That also reads what other versions of torch and Python wrote,
+Unpickling calls any function that the bytes name. So the names that torch writes stand in a table here, and
+any other is refused. The names of torch's classes do not call these classes: arguments are recorded, and
+the real objects are made of them afterwards. That also reads what other versions of torch and Python wrote,
 which add a field or move a class.
 """
 
@@ -119,7 +119,7 @@ def _made(value: Any) -> Any:
     if name == "TensorProperties":
         return TensorProperties(dtype=value.state[0])
     if name not in _MADE:
-        return None  # a path, or the layout of a tensor: nobody asks
+        return None  # a path, or the layout of a tensor: not used
     state = value.state[1] if isinstance(value.state, tuple) else value.state  # slots are the second
     own = {field.name for field in fields(_MADE[name])}
     made = _MADE[name](**{key: _made(each) for key, each in (state or {}).items() if key in own})

@@ -58,7 +58,7 @@ class PendingSave:
             act()
         except Exception as error:
             self._failure = type(error), str(error)
-            if self._thread is not None:  # perhaps nobody waits for it any more
+            if self._thread is not None:  # perhaps no one waits for it any more
                 _log.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
         except BaseException as error:
             self._failure = RuntimeError, f"{self.path} was not saved: interrupted by {type(error).__name__}"
@@ -74,7 +74,7 @@ class PendingSave:
             self._thread = None
 
     def end_before_next(self) -> None:
-        """Wait before the next save; warn of a failure that nobody has asked for."""
+        """Wait before the next save; warn of a failure that has not been reported yet."""
         self._end()
         if self._failure is not None and not self._was_told:
             self._was_told = True

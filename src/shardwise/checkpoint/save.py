@@ -180,8 +180,8 @@ def _state(
     check_type("save_checkpoint", "keep", keep, "how many checkpoints to keep, or None", int, type(None))
     if keep is not None and (keep < 1 or folders.numbered(path.name) is None):
         raise ValueError(
-            f"save_checkpoint: keep={keep} of {path.name}: keep counts from 1, and needs names that end in a "
-            "number, such as step-100."
+            f"save_checkpoint: keep={keep} for {path.name}: keep must be at least 1, and needs names that "
+            "end in a number, such as step-100."
         )
     if why := why_partly_loaded(model):
         raise ValueError(
@@ -213,7 +213,7 @@ def _extras(name: str, extras: dict[str, Any] | None) -> dict[str, Any]:
     """A caller's dict, wrapped so that its values come back as they were."""
     extras = {} if extras is None else extras
     if not isinstance(extras, dict) or not all(isinstance(key, str) and key for key in extras):
-        raise TypeError(f"{name} is to be a dict with names as keys, not {extras!r:.80}")
+        raise TypeError(f"{name} must be a dict with names as keys, not {extras!r:.80}")
     refuse_shards(name, extras)
     return {key: as_whole(value) for key, value in extras.items()}
 
@@ -272,7 +272,7 @@ def _refuse_different(wholes: dict[int, dict[str, Whole]]) -> None:
             f"save_checkpoint: {listed(list(differing))}: not sharded, trainable, and different on ranks "
             f"{here} and {there}. A checkpoint holds such parameters once, and would lose what rank {there} "
             "has. If each rank trains its own, as with experts in ignored_params, pass the values in "
-            "per_rank as well, per_rank={'experts': model.experts.state_dict()}, and give them back after a "
-            "load; likewise the state of their optimizer. If they should be equal, call "
+            "per_rank as well, per_rank={'experts': model.experts.state_dict()}, and restore them after a "
+            "load. Do the same with the state of their optimizer. If they should be equal, call "
             "sync_module_states(model), and model.set_reduce_ignored_params(True)."
         )

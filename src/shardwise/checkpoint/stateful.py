@@ -68,9 +68,9 @@ def refuse_shards(what: str, value: Any) -> None:
             where = what + "".join(f"[{key!r}]" for key in place)
             raise ValueError(
                 f"{where} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, "
-                "of which each rank has a part; what is here is written as it is on one rank, and another "
-                "would get that rank's part. Pass the object whose state it is in `states`, as "
-                "states={'ema': ema}, or the full tensor."
+                "of which each rank has a part. Only the part of one rank would be saved, and all ranks "
+                "would load that part. Pass the object whose state it is in `states`, as states={'ema': "
+                "ema}, or the full tensor."
             )
 
 
@@ -83,11 +83,10 @@ def refuse_unreadable(what: str, value: Any) -> None:
         kind = type(dtensor.plain(tensor))
         if kind not in (Tensor, nn.Parameter) and kind not in trusted:
             raise ValueError(
-                f"{'.'.join(map(str, place))} of the {what} is a {kind.__module__}.{kind.__qualname__}, and "
-                "torch reads no tensors of classes from a checkpoint that it was not told to trust: this one "
-                "could be written, but not loaded. Call torch.serialization.add_safe_globals with it and "
-                "with what its pickles need, where it is saved and where it is loaded; or convert the model "
-                "back before saving."
+                f"{'.'.join(map(str, place))} of the {what} is a {kind.__module__}.{kind.__qualname__}. "
+                "torch loads tensors only of classes that it trusts, so this one could be saved, but not "
+                "loaded. Call torch.serialization.add_safe_globals with the class and with what its pickles "
+                "need, before saving and before loading; or convert the model back before saving."
             )
 
 
@@ -129,9 +128,9 @@ def refuse_shards_in_tuples(optimizer_state: dict[str, Any]) -> None:
         for key, value in values.items():
             if _has_shard_in_tuple(value):
                 raise ValueError(
-                    f"save_checkpoint: the optimizer keeps '{key}' of {name} as a tuple of shards, which a "
-                    "checkpoint stores whole, as one rank has it: the other ranks would get its shards. "
-                    "State in a list or a dict can be saved."
+                    f"save_checkpoint: the optimizer keeps '{key}' of {name} as a tuple of shards. A "
+                    "checkpoint stores a tuple as one rank has it, so the other ranks would load the shards "
+                    "of that rank. Keep the shards in a list or a dict."
                 )
 
 
@@ -146,7 +145,7 @@ def check_objects(states: Any) -> dict[str, Any]:
     """The objects by name."""
     states = {} if states is None else states
     if not isinstance(states, dict) or not all(isinstance(name, str) and name for name in states):
-        raise TypeError(f"states is to be a dict with names as keys, not {states!r:.80}")
+        raise TypeError(f"states must be a dict with names as keys, not {states!r:.80}")
     for name, thing in states.items():
         if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(
@@ -208,7 +207,7 @@ def _by_name(state: Mapping[Any, Any], write: Callable[[Any, StatePath], Any], p
         clash = [key for key in names if list(names.values()).count(names[key]) > 1]
         raise ValueError(
             f"save_checkpoint: {'.'.join(map(str, place))} has the keys {clash[0]!r} and {clash[1]!r}, which "
-            "have one name in a checkpoint, so that the tensors beside them cannot be told apart. Rename one."
+            "have the same name in a checkpoint, so tensors under them would be confused. Rename one."
         )
     written = {names[key]: write(each, (*place, names[key])) for key, each in state.items()}
     others = {name: key for key, name in names.items() if type(key) is not str}
@@ -287,7 +286,7 @@ def plan_states(
                 if found.shape is not None:
                     plan.targets[key] = entry.value.detach()
             elif found.shape:
-                facts[label] = found  # nothing says how it would be laid out over ranks
+                facts[label] = found  # its layout over ranks is unknown
             elif found.shape is not None:
                 plan.targets[key] = torch.empty((), dtype=found.dtype)
     where = f"{manifest.path}: states do not fit"

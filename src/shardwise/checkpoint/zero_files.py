@@ -52,7 +52,7 @@ def zero_folder(source: Path) -> Path | None:
     latest = source / "latest"
     folder = source / latest.read_text().strip() if latest.is_file() else source
     if not folder.is_dir():
-        raise ValueError(f"convert: {latest} names {folder}, which is not there.")
+        raise ValueError(f"convert: {latest} names {folder}, which does not exist.")
     return folder if any(_MODEL.fullmatch(each.name) for each in folder.iterdir()) else None
 
 
@@ -81,13 +81,13 @@ class ZeroFiles:
         """Refuse the files of fewer ranks, or of more: each has a part of every weight."""
         if lost := ranks - files.keys():
             raise ValueError(
-                f"convert: {self._folder} has no *_{kind}.pt of {listed_ranks(lost)} of {len(ranks)}, and so "
-                "lacks a part of each weight. Copy the files of all hosts into one folder."
+                f"convert: {self._folder} has no *_{kind}.pt of {listed_ranks(lost)} of {len(ranks)}, so a "
+                "part of each weight is missing. Copy the files of all hosts into one folder."
             )
         if more := files.keys() - ranks:
             raise ValueError(
-                f"convert: {self._folder} has *_{kind}.pt of {listed_ranks(more)}, but was saved by "
-                f"{len(ranks)}. They are of an earlier save; remove them."
+                f"convert: {self._folder} has *_{kind}.pt of {listed_ranks(more)}, but {len(ranks)} ranks "
+                "saved it. Those files are of an earlier save; remove them."
             )
 
     def _find(self) -> None:
@@ -104,9 +104,7 @@ class ZeroFiles:
         elif _OF_STAGE_2 in part:
             self._add_back_to_back(trained, part.get("param_alignment_paddings"))
         elif part:
-            raise ValueError(
-                f"convert: {self._folder} holds optimizer states of no stage of ZeRO that is known."
-            )
+            raise ValueError(f"convert: {self._folder} holds optimizer states of an unknown stage of ZeRO.")
         buffers = first.get("buffer_names") or ()
         for name, value in first["module"].items():
             is_whole = isinstance(value, Tensor) and (name in buffers or _OF_STAGE_3 not in part)
@@ -149,8 +147,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     if any(int(match["model_rank"]) for match in found.values()) or any(folder.glob("layer_*")):
         raise NotImplementedError(
             f"convert: {folder} holds a model that was split by tensor or pipeline parallelism, or experts "
-            "in files of their own. Only ZeRO alone is read. Have DeepSpeed write the weights itself "
-            "(save_16bit_model, or its converter to universal checkpoints)."
+            "in files of their own. Only ZeRO on its own is supported. Have DeepSpeed write the weights "
+            "itself (save_16bit_model, or its converter to universal checkpoints)."
         )
     ranks: dict[int, Path] = {}
     for path, match in sorted(found.items()):

@@ -41,7 +41,7 @@ class Communicator:
     force_sum = False
     """The back end only sums; the division follows."""
     averages = False
-    """Sums are averages already, whatever the divisor; nothing else divides them."""
+    """Sums are averages already, for any divisor; nothing else divides them."""
     smallest_part_bytes = float(1 << 20)
     """Gradients from this size on are worth their own reduction, as soon as they are complete."""
     reduce_memory_factor = 1.0

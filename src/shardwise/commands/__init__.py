@@ -9,9 +9,9 @@ Under torchrun all ranks run the command, and rank 0 prints. To add one: a modul
 """
 
 COMMANDS = {
-    "estimate": "what training a model takes on each rank, without a GPU",
+    "estimate": "estimate what training a model needs on each rank, without a GPU",
     "doctor": "check a job's machines, network and folders before training on them",
-    "convert": "a checkpoint to safetensors files, or back",
+    "convert": "convert a checkpoint to safetensors files, or back",
     "run": "run a script that was written for torch's fully_shard with this library",
 }
 """What each command is for, in a line."""

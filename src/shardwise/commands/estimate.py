@@ -1,4 +1,4 @@
-"""Estimate what training a model takes on each rank, before anything is trained.
+"""Estimate what training a model needs on each rank, before anything is trained.
 
 MODEL is MODULE:FUNCTION, which is imported from here and called; it returns the model, or the model and a
 batch: a tensor, a tuple of arguments or a dict of them. Or MODEL is a Hugging Face language model: its

@@ -7,7 +7,7 @@ Torch's names are replaced before the script begins, as by shardwise.interop.ins
     accelerate launch --module shardwise run train.py --epochs 3
     SHARDWISE_INSTALL=0 torchrun --nproc-per-node 8 -m shardwise run train.py    with torch's, to compare
 
-What was replaced is told by rank 0. The exit status is that of the script.
+Rank 0 prints what was replaced. The exit status is that of the script.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _shown_on_rank_0() -> Iterator[None]:
-    """Show what is logged: a script that nobody has changed should say whose shards it trains on."""
+    """Show the log: an unchanged script should show which library shards it."""
     log = logging.getLogger("shardwise")
     if os.environ.get("RANK", "0") != "0":
         yield

@@ -15,7 +15,7 @@ World 2, weight (3, 2) and bias (3,), each rank's row of the packed buffer::
     rank 1   | w row 2, pad     | b 2, pad |        the full tensor is its first 3
 
 In a graph a copy is cheap and a collective is not: compilers fuse the one with its neighbours and cannot
-merge the others before they are told to. So, unlike in eager runs, large tensors are packed as well.
+merge the others before they start. So, unlike in eager runs, large tensors are packed as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ways:
-    """Between whom tensors travel, by names of process groups; None where there is nobody else.
+    """Between whom tensors travel, by names of process groups; None where there is no other rank.
 
     Gradients are divided by ``divisor`` once they are summed.
     """

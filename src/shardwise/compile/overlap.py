@@ -1,4 +1,4 @@
-"""What Inductor is told about graphs of whole models: when their collectives begin and end.
+"""When collectives begin and end in Inductor's graphs of whole models.
 
 Inductor keeps the order in which a graph was traced: all-gather, wait, compute, all-gather, wait, compute.
 Its own passes go by estimates of times, or all-gather as early as they can. This one does what

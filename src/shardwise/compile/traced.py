@@ -200,7 +200,7 @@ def _asked_in_vain(module_state: ModuleState) -> str:
 def _asked_of_bucket(bucket: Bucket) -> str:
     options = bucket.communication.options
     if type(bucket) is not Bucket:
-        return "its parameters say themselves what is all-gathered of them"
+        return "its parameters are tensor subclasses that define their own all-gather"
     quantized = bucket.policy.quantized_all_gather
     own = (options.make_all_gather, options.make_reduce_scatter, options.make_all_reduce, quantized)
     if any(each is not None for each in own):  # torch 2.11 cannot trace whether a partial is true

@@ -2,7 +2,7 @@
 
 Bandwidth counts the bytes that a rank sends: (N - 1) / N of the unsharded ones in an all-gather or a
 reduce-scatter of N ranks, and twice that in an all-reduce. All process groups of a dimension run at once, as
-in training. Whatever may block runs in a thread: a network that does not deliver is a finding, not a hang.
+in training. Calls that may block run in a thread: a network that does not deliver is a finding, not a hang.
 """
 
 import math

@@ -34,7 +34,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             if buffer is not None:
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         for value in vars(module).values():
-            if isinstance(value, Tensor):  # neither parameter nor buffer; nobody changes it in place
+            if isinstance(value, Tensor):  # neither parameter nor buffer; not changed in place
                 memo[id(value)] = value
     try:
         return copy.deepcopy(model, memo)

@@ -134,7 +134,7 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
         sent[dimension] += num_bytes
         log.set_kind(tensors, COMMUNICATION)
 
-    with (  # whatever the caller has switched on or off
+    with (  # the caller may have switched any of these on or off
         fake_world(shape, tell) as mesh,
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -103,8 +103,8 @@ class BackwardPass:
         root.monitor.phase = "backward"
         if autograd.is_autograd_compiled():
             raise RuntimeError(
-                f"{root.name}: compiled autograd runs its backward and does not say when that ends, so that "
-                "gradients would be lost. Leave it off, or compile a function that calls the model "
+                f"{root.name}: compiled autograd is on. It does not report the end of backward, so gradients "
+                "would be lost. Leave it off, or compile a function that calls the model "
                 "(torch.compile(lambda x: model(x))), not the model: its hooks are then in the graph, and "
                 "none are left for autograd to run."
             )

@@ -228,7 +228,7 @@ def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | No
 
 @contextmanager
 def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
-    """Have all ranks draw as the first of them does, once they agree on what there is to draw."""
+    """Have all ranks draw as the first of them does, once they agree on which tensors to draw."""
     axes = axes_of_model(model)
     comm_device = device_of_model(model)
     if are_fake(axes, comm_device):
@@ -241,11 +241,11 @@ def _one_random_state(model: nn.Module, inventory: Inventory) -> Iterator[None]:
     if axes:
         all_reduce_max(differs, axes)
     if differs.item():
-        here, there = (listed(names, 4) or "everything has" for names in (missing, theirs))
+        here, there = (listed(names, 4) or "none" for names in (missing, theirs))
         raise RuntimeError(
-            f"materialize: ranks disagree about what has no values: here {here}, on the first rank {there}. "
-            "Build the model on the meta device on all ranks; to spread what one rank has loaded, "
-            "use load_full_state_dict."
+            f"materialize: ranks disagree about which tensors have no values: here {here}, on the first rank "
+            f"{there}. Build the model on the meta device on all ranks. If one rank has loaded values, send "
+            "them to the others with load_full_state_dict."
         )
     is_same = all(torch.equal(a, b) for a, b in zip(own, states, strict=True))
     _set_random_states(states, inventory.drawn_on)
@@ -278,8 +278,8 @@ def _check_syncable(model: nn.Module, src: Any) -> None:
         kind = type(dtensor.plain(tensor))
         if kind not in (Tensor, nn.Parameter):
             raise NotImplementedError(
-                f"sync_module_states: {name} is a {kind.__name__}, whose contents have "
-                "a form of their own. Make its copies equal before it is converted."
+                f"sync_module_states: {name} is a {kind.__name__}, a tensor subclass, which cannot be sent. "
+                "Make its copies equal before you convert it."
             )
 
 
@@ -301,7 +301,7 @@ def _prepare_to_receive(model: nn.Module, infos: Sequence[TensorInfo], is_source
     ]
     if names := [name for (name, tensor), here in zip(named, sends, strict=True) if here and tensor.is_meta]:
         raise RuntimeError(
-            f"sync_module_states: rank {dist.get_rank()} must send them, or no other rank can: "
+            f"sync_module_states: rank {dist.get_rank()} must send values that it does not have: "
             f"{meta_message(names)}"
         )
     if any(tensor.is_meta for _, tensor in named):

@@ -1,5 +1,5 @@
 """Models that are about to be loaded: memory for what is on the meta device, and marks on those whose load
-failed half-way, so that nobody trains with half of the weights.
+failed half-way, so that no one trains with half of the weights.
 """
 
 from collections.abc import Iterable
@@ -40,8 +40,8 @@ def refuse_lost(model: nn.Module, caller: str, coming: Iterable[Any]) -> None:
     if lost:
         are = "is" if len(lost) == 1 else "are"
         raise RuntimeError(
-            f"{caller}: {listed(lost)} {are} on the meta device, without values, and will not be loaded "
-            "(buffers with persistent=False are in no state). Call shardwise.materialize(model) first."
+            f"{caller}: {listed(lost)} {are} on the meta device, without values, and will not be loaded (no "
+            "state dict contains buffers with persistent=False). Call shardwise.materialize(model) first."
         )
 
 

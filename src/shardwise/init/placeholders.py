@@ -38,7 +38,7 @@ class TensorSite:
 
 
 def sites_in(modules: Iterable[nn.Module]) -> Iterator[tuple[TensorSite, Tensor]]:
-    """The parameters and buffers that ``modules`` have registered, but for lazy ones."""
+    """The parameters and buffers that ``modules`` have registered, except lazy ones."""
     for module in modules:
         for entries in (nn_modules.parameters(module), nn_modules.buffers(module)):
             for name, tensor in entries.items():
@@ -203,8 +203,8 @@ class Placeholder:
         if type(made) is not self._local_class:
             raise RuntimeError(
                 f"{self.fqn}: torch.empty_like of a {self._local_class.__name__} on the meta device returned "
-                f"a {type(made).__name__}, so that there is nothing to put values in. Have the class keep "
-                "itself there, or load the parameter instead: to_empty(), then load_state_dict()."
+                f"a {type(made).__name__}, which cannot hold its values. Make the class return its own type "
+                "there, or load the parameter instead: to_empty(), then load_state_dict()."
             )
         return made
 
@@ -499,10 +499,10 @@ class RefuseWrites(TorchFunctionMode):
         name = self._names.get(id(tensor), "a sharded parameter")
         raise RuntimeError(
             f"{self._where} writes to {name}, which belongs to another group, or to no module inside this "
-            "one, and is not whole now: one group has full parameters at a time, and of it what the module "
-            "contains. Initialise parameters where they are owned: give their classes reset_parameters(), or "
-            "pass an init_fn that looks at the module it is called with and at nothing else. A function that "
-            "initialises the whole model from its root does not fit."
+            "one, and is not full now: only one group at a time has full parameters, and only those inside "
+            "the module. Initialise each parameter in the module that owns it: give its class "
+            "reset_parameters(), or pass an init_fn that changes only the module it is called with. A "
+            "function that initialises the whole model from its root does not work."
         )
 
 

@@ -3,7 +3,7 @@
 This is the one file of the library that imports torch's FSDP, and it does when ``install`` is called.
 
 A name is replaced in the modules of torch that offer it, and in every loaded module that has imported it at
-its top, as whatever it calls it. Modules that are imported later find the replacement in torch. Other modules
+its top, under any name. Modules that are imported later find the replacement in torch. Other modules
 of torch are left alone: they reach into torch's own classes.
 
 What stands under the names meanwhile is neither this library's nor torch's: a module that imported it can be

@@ -59,7 +59,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.dw_builder is not None:
             raise ValueError(
                 f"PipelineStage {self.stage_index}: it was given a dw_builder, which computes gradients of "
-                "weights that would not be reduced. Leave it out: schedules split backwards without it."
+                "weights that would not be reduced. Leave it out: schedules can split backward without it."
             )
         if self.has_backward:
             self._microbatches = microbatches_of(self.submod, self.stage_index)
@@ -125,7 +125,7 @@ class InstalledStage(pipelining.PipelineStage):
     """A stage of torch's that becomes one of ours in its first step, if this library has sharded its module.
 
     ``install`` puts it in the place of torch's. Frameworks make stages before they shard, and stages of
-    modules that nobody shards. A class that is derived from it keeps its methods in front of ours.
+    modules that are never sharded. A class that is derived from it keeps its methods in front of ours.
     """
 
     def clear_runtime_states(self) -> None:
@@ -191,9 +191,10 @@ def microbatches_of(module: nn.Module, stage_index: int) -> Microbatches:
     root = module_states[0].root
     if {id(module_state.group) for module_state in module_states} != {id(group) for group in root.groups}:
         raise ValueError(
-            f"PipelineStage {stage_index}: its module, a {type(module).__name__}, and what fully_shard has "
-            f"sharded as one model ('{root.name}') are not the same, so that its steps would not be theirs. "
-            "Call fully_shard on the module of each stage itself, and on no module around several stages."
+            f"PipelineStage {stage_index}: its module, a {type(module).__name__}, and the model that "
+            f"fully_shard has sharded ('{root.name}') do not have the same parameter groups, so a step of "
+            "one would not be a step of the other. Call fully_shard on the module of each stage itself, and "
+            "on no module around several stages."
         )
     microbatches = root.find(Microbatches)
     if microbatches is None:

@@ -355,8 +355,8 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     if coordinate[dim] != mesh.get_local_rank(dim):
         raise ValueError(
             f"fully_shard: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order, as "
-            "process groups do: rows of a parameter would lie on other ranks than the mesh says. Make the "
-            "mesh with ascending ranks along each dimension."
+            "process groups do, so rows of a parameter would lie on the wrong ranks. Make the mesh with "
+            "ascending ranks along each dimension."
         )
     return Axis(pg, mesh.size(dim), mesh.get_local_rank(dim))
 

@@ -187,7 +187,7 @@ def bytes_of_gradients(group: ParameterGroup) -> tuple[int, int]:
         return full, storages.add(_reduced_gradients(group))
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- tensors and their storages -------------------------------------------------------------------
 
 
 def _shards(group: ParameterGroup) -> Iterator[Tensor]:
@@ -230,7 +230,7 @@ def _reduced_gradients(group: ParameterGroup) -> Iterator[Tensor | None]:
 
 
 class _Storages:
-    """The storages that were counted: each once, whatever lies in it."""
+    """The storages that were counted: each once, with any number of tensors in it."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

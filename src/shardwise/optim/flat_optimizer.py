@@ -50,7 +50,7 @@ NOT_ELEMENTWISE = {
     "LBFGS": "it looks at all parameters together",
     "Adafactor": "it keeps sums over rows and columns",
     "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it takes sparse gradients only",
+    "SparseAdam": "it accepts only sparse gradients",
 }
 
 
@@ -244,8 +244,8 @@ class FlatOptimizer(Optimizer):
             raise ValueError(
                 f"{name_or_shape(param)}: '{key}' in the state of {type(self).__name__} is a "
                 f"{type(value).__name__} of shape {tuple(value.shape)}, where a DTensor of the parameter's "
-                f"shape, {tuple(param.shape)}, is expected: nothing says which part of the whole this rank "
-                "has. Load full states with shardwise.state.load_full_optimizer_state_dict."
+                f"shape, {tuple(param.shape)}, is expected: this rank cannot tell which part of the whole it "
+                "holds. Load full states with shardwise.state.load_full_optimizer_state_dict."
             )
         return value if value.numel() == 1 else StateSlice(value, 0, is_ours=False)
 
@@ -303,8 +303,8 @@ def _check(optimizer: Any, elementwise: Any) -> None:
         )
     if "state" not in vars(optimizer):
         raise ValueError(
-            f"FlatOptimizer: {type(optimizer).__name__} keeps no state of its own; it seems to step by "
-            "another optimizer. Make that one a FlatOptimizer, before it is wrapped."
+            f"FlatOptimizer: {type(optimizer).__name__} keeps no state of its own; it seems to call the step "
+            "of another optimizer. Make that one a FlatOptimizer before you wrap it."
         )
     for index, group in enumerate(optimizer.param_groups):
         _check_group(type(optimizer).__name__, index, group)
@@ -315,14 +315,15 @@ def _check_kind(kind: type[Optimizer], elementwise: bool) -> None:
     if whys:
         raise ValueError(
             f"FlatOptimizer: {kind.__name__} does not treat each element of a parameter by itself: "
-            f"{whys[0]}. So they cannot be stepped as one flat tensor. WholeParameters steps them whole."
+            f"{whys[0]}. So its parameters cannot be stepped as one flat tensor. WholeParameters steps them "
+            "whole."
         )
     if kind not in ELEMENTWISE and not elementwise:
         raise ValueError(
             f"FlatOptimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element of a "
-            "parameter by itself; one that looks at whole parameters (norms, matrices) would compute "
-            "something else on flat shards: use WholeParameters. If it does, pass elementwise=True. Known "
-            f"are {', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
+            "parameter by itself. If it does, pass elementwise=True. If it looks at whole parameters (norms, "
+            "matrices), use WholeParameters: it would compute something else on flat shards. Known are "
+            f"{', '.join(each.__name__ for each in ELEMENTWISE)} of torch.optim."
         )
 
 

@@ -16,7 +16,7 @@ from shardwise.torch_compat import dtensor, optimizers, tensor_impl
 
 
 class GradScaler(optimizers.GradScalerBase):
-    """A ``torch.amp.GradScaler`` in which all ranks see every infinity, whatever the gradients' placements.
+    """A ``torch.amp.GradScaler`` in which all ranks see every infinity, for gradients of any placement.
 
     It has torch's arguments, and is used like torch's. Costs 2 d - 1 all-reduces of one number for d mesh
     dimensions; all ranks must call ``step`` (or ``unscale_``) together.

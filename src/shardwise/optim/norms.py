@@ -11,9 +11,9 @@ that all ranks clip alike.
     scale    plain, of ignored_params         largest          largest
 
 Ranks all-reduce a vector of zeros in which each has filled in its own number, and every rank combines all
-numbers in the same order. So the result has the same bits everywhere, whatever the back end's order of
-additions; NaNs arrive, which a maximum may lose; and powers, which may overflow, never leave a rank. One
-more number per rank identifies its parameters (passed_parameters.py).
+numbers in the same order. So the result has the same bits everywhere and does not depend on the back end's
+order of additions; NaNs arrive, which a maximum may lose; and powers, which may overflow, never leave a rank.
+One more number per rank identifies its parameters (passed_parameters.py).
 """
 
 import math
@@ -226,8 +226,8 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
         found = f"on {gradient.device_mesh}" if isinstance(gradient, DTensor) else "a plain tensor"
         raise RuntimeError(
             f"{caller}: {name_of(param)}: .grad is {found}, where a DTensor on the mesh of the parameter, "
-            f"{param.device_mesh}, is expected: nothing says which part of the gradient it is. Assign only "
-            "DTensors that are placed as the parameter to .grad, or None."
+            f"{param.device_mesh}, is expected: this rank cannot tell which part of the gradient it holds. "
+            "Assign None to .grad, or a DTensor with the placements of the parameter."
         )
 
 

@@ -529,16 +529,16 @@ def check_divisible(tensor: Tensor, name: str) -> None:
     local = dtensor.plain(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter):
         raise ValueError(
-            f"{name} holds a {type(local).__name__}, a class of its own, which cannot be packed with others. "
-            "Leave it out."
+            f"{name} holds a {type(local).__name__}, a tensor subclass, which cannot be packed with other "
+            "tensors. Leave it out."
         )
     if local.layout is not torch.strided:
-        raise ValueError(f"{name} has the layout {local.layout}; only dense tensors can be put together.")
+        raise ValueError(f"{name} has the layout {local.layout}; only dense tensors are supported.")
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             raise ValueError(
-                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}, which this "
-                "rank is none of, so that it has no part of it. Leave it out here."
+                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}. This rank "
+                "is not one of them and has no part of it. Leave it out on this rank."
             )
         try:
             sharding_of(tensor)
@@ -569,8 +569,8 @@ def placed_gradient(param: DTensor, name: str) -> DTensor:
     if not isinstance(gradient, DTensor):
         raise TypeError(
             f"{name}: .grad is a plain {type(gradient).__name__}, where a DTensor is expected, as the "
-            "parameter is one: nothing says which part of the whole this rank has. Assign only DTensors to "
-            ".grad of sharded parameters, or None."
+            "parameter is one: this rank cannot tell which part of the whole it holds. Assign only DTensors "
+            "or None to .grad of sharded parameters."
         )
     return placed_like(gradient, param)
 

@@ -89,9 +89,9 @@ class PassedAlong:
         found = [int(number) for number in numbers.tolist()]
         if len({abs(number) for number in found if number}) > 1:  # 0 is that of a fake rank
             raise ValueError(
-                f"{self._caller}: ranks have passed different parameters: {self._difference(found)}. The "
-                "result is one for all ranks, so they have to pass the same, as with model.parameters(); a "
-                "parameter without .grad counts as zeros."
+                f"{self._caller}: ranks have passed different parameters: {self._difference(found)}. All "
+                "ranks get the same result, so they must pass the same parameters, such as "
+                "model.parameters(); a parameter without .grad counts as zeros."
             )
         _agreed.setdefault(self._pg, set()).add(self._own)
 

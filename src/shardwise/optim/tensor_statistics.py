@@ -91,7 +91,7 @@ def statistics(
     """Norm, mean, deviation, extremes and histogram of whole parameters or gradients; the same on every rank.
 
     Tensors may be on any meshes, sharded (unevenly, or with empty shards), replicated and tensor-parallel,
-    and plain tensors among them. Sums are in float64 (float32 on MPS), whatever the dtype.
+    and plain tensors among them. Sums are in float64 (float32 on MPS) for every dtype.
 
     Args:
         model_or_tensors: a module, whose parameters are meant, or a mapping of names to tensors: some of the
@@ -100,8 +100,7 @@ def statistics(
             are trainable or have one. A missing gradient counts as zeros, as in :func:`clip_grad_norm_`.
         by: ``"parameter"`` gives an entry for each tensor, a tied one under its first name. ``"module"``
             gives one for each module that contains any, with those of its submodules; ``""`` is the whole
-            model. Modules are told by the dots in names. A tied parameter counts once in each module around
-            it.
+            model. The dots in names separate modules. A tied parameter counts once in each module around it.
         depth: with ``by="module"``, leave out modules whose names have more than ``depth`` parts: 0 leaves
             ``""`` alone, 1 the children of the model.
         histogram: edges, ascending: at least two numbers, such as ``[-1, 0, 1]`` for two intervals. As in
@@ -234,8 +233,9 @@ def _with_those_of(
     count = Counter(name for _, theirs in everyone for name in theirs)
     if twice := [name for name, ranks in count.items() if ranks > 1]:
         raise ValueError(
-            f"{caller}: several ranks of group have a tensor named {listed(twice, 4)}. They have to hold "
-            "other parameters each, as stages do: pass mappings in which names begin with the stage."
+            f"{caller}: several ranks of group have a tensor named {listed(twice, 4)}. Each of them must "
+            "hold different parameters, as pipeline stages do: pass mappings whose names begin with the "
+            "stage."
         )
     return {name: row for _, theirs in everyone for name, row in theirs.items()}
 
@@ -329,7 +329,7 @@ def _check_choices(caller: str, of: Any, by: Any, depth: Any) -> None:
         return
     check_number(caller, "depth", depth, "a number of parts of names, at least 0, or None", above=-1)
     if by != "module":
-        raise ValueError(f"{caller}: depth is {depth}, which leaves out modules; pass by='module' with it.")
+        raise ValueError(f"{caller}: depth is {depth}, which works only with by='module'; pass both.")
 
 
 def _check_edges(caller: str, histogram: Any) -> Tensor:

@@ -175,14 +175,14 @@ class WholeMatrices:
         names, forms = self.exchange.names, self.exchange.forms
         if len(tensors) != len(names):
             return ValueError(
-                f"WholeMatrices: {len(tensors)} tensors were passed, and the plan is of {len(names)}. "
-                "Make another plan for others."
+                f"WholeMatrices: {len(tensors)} tensors were passed, but the plan was made for {len(names)}. "
+                "Make another plan for other tensors."
             )
         for tensor, name, form in zip(tensors, names, forms, strict=True):
             if form_of(tensor) != form:
                 return ValueError(
-                    f"{name} has {_form_text(form_of(tensor))}, where the plan was made for "
-                    f"{_form_text(form)}. Make another plan for others."
+                    f"{name} has {_form_text(form_of(tensor))}, but the plan was made for "
+                    f"{_form_text(form)}. Make another plan for other tensors."
                 )
         return None
 

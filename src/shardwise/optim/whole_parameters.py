@@ -158,9 +158,9 @@ class WholeParameters(Optimizer):
             self.optimizer_class, completed.param_groups, self._options
         ):
             raise ValueError(
-                f"WholeParameters: {self.optimizer_class.__name__} with these options steps a parameter by "
-                "what it finds in others (norms, estimates over all), of which each owner "
-                "has some. Pass single_owner=True, which gives all of them to one rank."
+                f"WholeParameters: with these options {self.optimizer_class.__name__} uses all parameters to "
+                "step each of them (norms, estimates), but each owner has only some. Pass single_owner=True, "
+                "which gives all of them to one rank."
             )
         self.defaults = completed.defaults
         for group, full in zip(groups, completed.param_groups, strict=True):
@@ -200,8 +200,8 @@ class WholeParameters(Optimizer):
             check_divisible(param, name)
             if self._single_owner and sharing_of(param) != sharing_of(params[0]):
                 raise ValueError(
-                    "WholeParameters: single_owner=True, but not all parameters are on the same ranks: "
-                    f"{names[0]} and {name} are not. Leave some to another optimizer."
+                    "WholeParameters: single_owner=True needs all parameters on the same ranks, but "
+                    f"{names[0]} and {name} are not. Give some of them to another optimizer."
                 )
         fixed = {
             BlockKey(index, 0): 0 if self._single_owner else self._owner_of[param]
@@ -268,9 +268,9 @@ class WholeParameters(Optimizer):
             pairs = values.items() if isinstance(param, Tensor) and isinstance(values, Mapping) else ()
             if sharded := next((key for key, value in pairs if isinstance(value, DTensor)), None):
                 raise ValueError(
-                    f"{name_or_shape(param)}: {sharded!r} in its state is a DTensor, where WholeParameters "
-                    "has state whole, on one rank. Load sharded states with shardwise.load_checkpoint, or "
-                    "full ones."
+                    f"{name_or_shape(param)}: {sharded!r} in its state is a DTensor, but WholeParameters "
+                    "keeps state whole, on one rank. Load a full state, or a sharded one with "
+                    "shardwise.load_checkpoint."
                 )
         super().__setstate__(others)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -467,7 +467,7 @@ class _Instance:
         if [list(map(id, group["params"])) for group in own_groups] != [
             list(map(id, some)) for some in params
         ]:
-            raise TypeError(f"{STEP}: {name} has put other objects in the place of parameters.")
+            raise TypeError(f"{STEP}: {name} has replaced parameters by other objects.")
         return {
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
@@ -634,8 +634,8 @@ def _join(joint: Changes, changes: Changes, kind: type[Optimizer], rank: int) ->
                 raise ValueError(
                     f"{STEP}: {kind.__name__} has changed {key!r} of param group {number} to "
                     f"{values.get(key)} on rank {rank}, and to {known.get(key)} for other parameters: it "
-                    "computes this over all parameters, of which each owner has some. Pass "
-                    "single_owner=True, which gives all of them to one."
+                    "computes this from all parameters, but each owner has only some. Pass "
+                    "single_owner=True, which gives all of them to one rank."
                 )
 
 
@@ -670,8 +670,8 @@ def _stand_in(kind: Any, groups: Sequence[dict[str, Any]], options: Mapping[str,
         found = made(None)
     if [len(group["params"]) for group in found.param_groups] != [len(group["params"]) for group in groups]:
         raise ValueError(
-            f"WholeParameters: {kind.__name__} makes other param groups than it is given, so that they would "
-            "not be the caller's. Pass groups as it makes them."
+            f"WholeParameters: {kind.__name__} changes the param groups that it is given, so they would "
+            "differ from yours. Pass groups in the form that it makes."
         )
     return found  # type: ignore[no-any-return]
 
@@ -730,6 +730,6 @@ def _check_class(kind: Any, single_owner: Any) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty and not single_owner:
         raise ValueError(
-            f"WholeParameters: {kind.__name__} calls a closure in its step, with all parameters as it wants "
-            "them. Pass single_owner=True, which gives all of them to one rank."
+            f"WholeParameters: {kind.__name__} calls a closure within its step, after changing all "
+            "parameters. Pass single_owner=True, which gives all of them to one rank."
         )

@@ -69,9 +69,9 @@ def estimate(
         world: the number of ranks, or the number of hosts and of ranks on each, ``(8, 8)`` or ``"8x8"``,
             which the hybrid strategies need.
         strategy: one strategy, or several. None: all that are possible for ``world``.
-        batch: what forward takes on a rank: a tensor, a tuple of arguments or a dict of them by name, of
-            which only shapes and dtypes are read; or shapes as text, ``"8x4096"`` (int64 unless it says
-            ``"8x4096:bf16"``), separated by commas. None: activations are left out, and groups are taken to
+        batch: the arguments of forward on a rank: a tensor, a tuple of arguments or a dict of them by name,
+            of which only shapes and dtypes are read; or shapes as text, separated by commas: ``"8x4096"``
+            (int64), ``"8x4096:bf16"``. None: activations are left out, and groups are taken to
             run in the order in which they are registered.
         loss: a function that makes a scalar of the output of forward. None: the output's ``loss``, or a sum.
         activation_checkpointing: as in :func:`shard_model`; False: as the model is; None: both False and, if
@@ -222,8 +222,8 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
             raise ValueError(f"estimate: {no_strategy(str(name), STRATEGIES)} None stands for all.")
         if len(STRATEGIES[name].roles) > len(sizes):
             raise ValueError(
-                f"estimate: strategy '{name}' shards over the ranks of a host and replicates over hosts, and "
-                f"world={sizes[0]} does not say how many there are. Pass both, world=(hosts, "
+                f"estimate: strategy '{name}' shards over the ranks of a host and replicates over hosts, but "
+                f"world={sizes[0]} does not give the number of hosts. Pass both, world=(hosts, "
                 f"ranks_per_host), such as ({max(1, sizes[0] // 8)}, {min(8, sizes[0])})."
             )
     return names

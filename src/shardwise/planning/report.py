@@ -1,4 +1,4 @@
-"""What an estimate says: figures for each strategy, as a table, as JSON and as a picture."""
+"""The result of an estimate: figures for each strategy, as a table, as JSON and as a picture."""
 
 import json
 from collections.abc import Iterator
@@ -193,7 +193,7 @@ class Estimate:
         )
 
     def picture(self, path: str | PathLike[str]) -> None:
-        """Draw the memory over one step, stacked by kind, for each row; the suffix of ``path`` says the
+        """Draw the memory over one step, stacked by kind, for each row. The suffix of ``path`` selects the
         format.
 
         Raises:

@@ -26,7 +26,7 @@ from shardwise.torch_compat import dtensor, nn_modules
 
 
 def modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose own parameters the call takes: all inside, but for sharded ones."""
+    """The modules whose own parameters the call manages: all inside, except sharded ones."""
     managed_modules: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:

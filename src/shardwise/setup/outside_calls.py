@@ -27,7 +27,7 @@ def explain_calls(group: ParameterGroup) -> None:
 
 
 class _Explained:
-    """Calls the module; when that fails for want of full parameters, says so."""
+    """Calls the module; if that fails because parameters are sharded, the error explains it."""
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
         self._module = module

@@ -26,8 +26,8 @@ def sharded_class(original: type) -> type:
     Printed, such a module is called ``FSDP<Name>``.
 
     FSDPModule comes last among the bases and its methods are copied into the class: in this order
-    the memory layout is that of ``original``, whatever its own bases are, which assigning
-    ``__class__`` demands.
+    the memory layout is that of ``original`` for any bases it has, which assigning
+    ``__class__`` requires.
 
     Raises:
         TypeError: ``original`` uses one of the names of FSDPModule's methods for its own ends.

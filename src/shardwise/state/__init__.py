@@ -5,7 +5,7 @@ load_full_state_dict              load full values into a sharded model; returns
 load_full_optimizer_state_dict    load the full state of an optimizer into that of a sharded model
 rekey_optimizer_state_dict        convert the state of an optimizer to parameter names, or to ids
 iter_full_parameters              full parameters one by one, for inference engines
-save_safetensors                  files in the layout of Hugging Face
+save_safetensors                  files in Hugging Face's layout
 EMA                               an average of the weights, in shards
 unsharded, inference, no_sync     show full parameters; keep them in memory; do not reduce gradients
 """

@@ -157,7 +157,9 @@ def unsharded(
             if src_rank is None or not has_failed:
                 problems = [problem for each in summoned for problem in each.write_back()]
                 if problems and not has_failed:
-                    raise RuntimeError(f"unsharded: not everything could be taken over. {' '.join(problems)}")
+                    raise RuntimeError(
+                        f"unsharded: some changes could not be written back. {' '.join(problems)}"
+                    )
         finally:
             for each in summoned:
                 each.release()
@@ -167,8 +169,8 @@ def _check_source(src_rank: Any, module_states: list[ModuleState], writeback: bo
     check_rank("unsharded", "src_rank", src_rank)
     if not writeback or with_grads:
         raise ValueError(
-            "unsharded: src_rank sends values that are written back: it needs writeback=True, and with_grads "
-            "left out."
+            "unsharded: src_rank sends values that are written back. Pass writeback=True with it, and leave "
+            "out with_grads."
         )
     for param in [param for module_state in module_states for param in module_state.group.shards.params]:
         ranks = param.mesh.mesh.mesh.flatten().tolist()
@@ -269,8 +271,8 @@ def _module_states_to_change(module: Any, caller: str, recurse: bool = True) -> 
     module_states = states_to_use(caller, module)
     if not recurse and not is_sharded(module):
         raise ValueError(
-            f"{caller}: {type(module).__name__} is not sharded itself, so that recurse=False leaves nothing. "
-            "Pass a sharded module, or recurse=True."
+            f"{caller}: {type(module).__name__} is not sharded itself, so recurse=False leaves nothing to "
+            "unshard. Pass a sharded module, or recurse=True."
         )
     module_states = module_states if recurse else module_states[:1]
     for module_state in module_states:

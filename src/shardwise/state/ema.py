@@ -80,8 +80,8 @@ class EMA:
         params = _averaged(self._model)
         if new := [name for name, p in params.items() if p.requires_grad and name not in self._averages]:
             raise RuntimeError(
-                f"EMA: {listed(new)} were frozen when the EMA was made, and are trainable now, but not "
-                "averaged. Make the EMA once all that will train is unfrozen, or another one now."
+                f"EMA: {listed(new)} were frozen when the EMA was made. They are trainable now, but not "
+                "averaged. Unfreeze what will train before you make the EMA, or make a new one now."
             )
         decay = _checked(self._decay(self.num_updates)) if callable(self._decay) else self._decay
         averages, weights = self._pairs(params)
@@ -150,7 +150,7 @@ class EMA:
                 f"EMA.load_state_dict: {listed(wrong)} are on one side only, of another shape, or whole on "
                 "one side and a DTensor on the other. Make the EMA of a model with the same trainable "
                 "parameters; and save and load it as states={'ema': ema} of save_checkpoint and "
-                "load_checkpoint, which cut whole values."
+                "load_checkpoint, which shard whole values."
             )
         for name, value in loaded.items():
             self._averages[name].copy_(value)
@@ -159,17 +159,21 @@ class EMA:
     def _pairs(self, params: dict[str, nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         """Local tensors: averages, and the current weights, of ``params``, which the model has now."""
         if lost := [name for name in self._averages if name not in params]:
-            raise RuntimeError(f"EMA: the model has no parameter {listed(lost)} any more.")
+            raise RuntimeError(f"EMA: the model no longer has the parameter {listed(lost)}.")
         averages = [dtensor.plain(average) for average in self._averages.values()]
         weights = [dtensor.plain(params[name]).detach() for name in self._averages]
         for name, average, weight in zip(self._averages, averages, weights, strict=True):
             if average.shape != weight.shape:
-                raise RuntimeError(f"EMA: {name} was sharded since: make the EMA after fully_shard.")
+                raise RuntimeError(
+                    f"EMA: {name} was sharded after the EMA was made. Make the EMA after fully_shard."
+                )
         return averages, weights
 
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:
-            raise RuntimeError(f"EMA: {what} inside swap(), where the model has the averages for weights.")
+            raise RuntimeError(
+                f"EMA: {what} was called inside swap(), where the weights of the model are the averages."
+            )
 
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """Full values into a sharded model, from one rank, from all of them, or from files.
 
-First all ranks agree on what there is and whether it fits, then anything is written: one rank that raises
+First all ranks agree on which values exist and whether they fit, and only then write any: a rank that raises
 alone would leave the others waiting for it.
 """
 
@@ -125,7 +125,9 @@ def _in_form(source: Any) -> list[str] | dict[str, Any] | Pairs:
 
 def _checked_pair(item: Any) -> tuple[str, Any]:
     if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-        raise TypeError(f"{CALLER}: source gave something of type {type(item).__name__}, not (name, tensor).")
+        raise TypeError(
+            f"{CALLER}: source yielded something of type {type(item).__name__}, not (name, tensor)."
+        )
     return item
 
 

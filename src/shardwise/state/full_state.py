@@ -1,4 +1,4 @@
-"""Full state out of a sharded model, one bucket at a time: nobody ever holds the model twice."""
+"""Full state out of a sharded model, one bucket at a time: no rank ever holds the model twice."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar, overload

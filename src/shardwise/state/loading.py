@@ -142,7 +142,7 @@ class LoadTargets:
         """Each tensor of the model once, under the first of its names that comes; others must have its
         values.
 
-        Values are told apart by a digest, lest the first has to be kept.
+        Digests are compared, so that the first value need not be kept.
         """
         counts = Counter(id(entry.value) for entry in self.entries.values() if entry.is_tensor)
         first: dict[int, tuple[str, bytes]] = {}

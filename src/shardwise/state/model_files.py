@@ -86,11 +86,11 @@ class ModelFiles(FullSource):
             ) from None
         there = list(file.keys())
         if lost := [name for name in expected or () if name not in there]:
-            raise RuntimeError(f"{path} does not hold {', '.join(lost[:4])}, which the index says is there.")
+            raise RuntimeError(f"{path} lacks {', '.join(lost[:4])}, contrary to the index.")
         for key in there if expected is None else expected:
             piece, name = file.get_slice(key), clean(key)
             if (dtype := piece.get_dtype()) not in DTYPES:
-                raise RuntimeError(f"{path}: {key} is of the dtype {dtype}, for which torch has no tensors.")
+                raise RuntimeError(f"{path}: {key} has the dtype {dtype}, which torch does not have.")
             self._slices[name] = path, piece
             self.facts[name] = ShapeAndDtype(tuple(piece.get_shape()), DTYPES[dtype])
 
@@ -138,8 +138,8 @@ def _files_of_index(index: Path) -> dict[Path, list[str] | None]:
         files: dict[Path, list[str] | None] = {}
         if outside := sorted({repr(file) for file in weight_map.values() if leaves_folder(file)}):
             raise RuntimeError(
-                f"{index} names files outside of its folder: {listed(outside)}. Files of a model are beside "
-                "their index; put them there and name them so."
+                f"{index} names files outside of its folder: {listed(outside)}. The files of a model must be "
+                "in the folder of the index. Put them there, and correct their names in the index."
             )
         for name, file in weight_map.items():
             names = files.setdefault(index.parent / file, [])
@@ -149,7 +149,7 @@ def _files_of_index(index: Path) -> dict[Path, list[str] | None]:
         raise RuntimeError(f"{index} does not exist.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeError(
-            f"{index} is no index of safetensors files ({type(error).__name__}: {error})."
+            f"{index} is not an index of safetensors files ({type(error).__name__}: {error})."
         ) from None
     return files
 
@@ -167,7 +167,7 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write parameters and persistent buffers as safetensors, in the layout of Hugging Face.
+    """Write parameters and persistent buffers as safetensors, in Hugging Face's layout.
 
     One file ``model.safetensors``, or several with an index, as ``from_pretrained`` and
     :func:`load_full_state_dict` read them. The ranks share the files among them and write at the same time.

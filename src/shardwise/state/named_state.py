@@ -194,8 +194,9 @@ def _check_whole(optimizer: Any, name: str, key: Any, value: Any, param: Tensor)
         if isinstance(part, Tensor) and part.dim() and not isinstance(part, DTensor):
             raise ValueError(
                 f"{name}: {type(optimizer).__name__} keeps '{key}' of it as a plain tensor of shape "
-                f"{tuple(part.shape)}, but the parameter is sharded: nothing says which part of the whole "
-                "this rank has. shardwise.optim.WholeParameters keeps such state whole, and it can be saved."
+                f"{tuple(part.shape)}, but the parameter is sharded: this rank cannot tell which part of the "
+                "whole it holds. shardwise.optim.WholeParameters keeps such state whole, so that it can be "
+                "saved."
             )
         if isinstance(part, DTensor) and any(each.is_partial() for each in part.placements):
             raise ValueError(

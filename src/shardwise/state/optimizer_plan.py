@@ -54,7 +54,7 @@ class SavedState:
 
     @cached_property
     def scalars(self) -> set[StatePath]:
-        """Paths of states that are one number, whatever the shape of the parameter, such as a step count."""
+        """Paths of states that are one number for a parameter of any shape, such as a step count."""
         found: set[StatePath] = {("step",), ("eta",), ("mu",), ("mu_product",)}
         for values in self.state.values():
             if any(facts.shape for _, facts in values.values()):
@@ -127,7 +127,7 @@ def _refuse_other_parameters(saved: SavedState, optimizers: Optimizers, names: N
     lines = [f"not saved: {listed(missing)}"] if missing else []
     lines += [f"saved only: {listed(unexpected)}"] if unexpected else []
     if lines:
-        advice = " strict=False leaves those as they are that are missing." if saved.is_checkpoint else ""
+        advice = " strict=False keeps the state of those not saved." if saved.is_checkpoint else ""
         raise ValueError(
             f"{saved.where}: the optimizer has other parameters; {'; '.join(lines)}. Nothing was loaded."
             f"{advice}"
@@ -178,18 +178,18 @@ def _check_alike(
     beyond = set(first) - set(own) - SCHEDULERS - {"params", "param_names"}
     if lacks and beyond:  # one of the two alone is what another version of torch has added
         raise ValueError(
-            f"{where}: group {index} of {kind} has {listed(sorted(lacks))}, and the one that was saved has "
-            f"{listed(sorted(beyond))}: the state of another kind of optimizer. Build the same kind, or load "
-            "only the model."
+            f"{where}: group {index} of {kind} has {listed(sorted(lacks))}, but the saved group has "
+            f"{listed(sorted(beyond))}: this is the state of another kind of optimizer. Build the same kind, "
+            "or load only the model."
         )
     for key in first:
         if key not in ("params", "param_names") and not all(
             are_equal(first[key], each.get(key)) for each in candidates
         ):
             raise ValueError(
-                f"{where}: group {index} of {kind} joins parameters of several groups there, which "
-                f"differ in '{key}': {listed(str(each.get(key)) for each in candidates)}. Build the "
-                "optimizer with the same groups as the one that was saved."
+                f"{where}: group {index} of {kind} joins parameters of several saved groups, which differ in "
+                f"'{key}': {listed(str(each.get(key)) for each in candidates)}. Build the optimizer with the "
+                "same groups as the one that was saved."
             )
 
 
@@ -208,11 +208,11 @@ def _blanks(
         there, is_scalar = own.get(place), place in saved.scalars
         made[key] = _blank(param, there, facts, is_scalar, is_whole, saved.is_checkpoint)
         if made[key] is None:
-            has = f", and here {tuple(there.shape)}" if isinstance(there, Tensor) else ""
+            has = f", but {tuple(there.shape)} here" if isinstance(there, Tensor) else ""
             raise ValueError(
-                f"{saved.where}: '{'.'.join(map(str, place))}' of {name} has shape {facts.shape}{has}, and "
-                f"the parameter {tuple(param.shape)}; nothing says how that is laid out over ranks. Take a "
-                "step with the optimizer before loading, so that its state shows it."
+                f"{saved.where}: '{'.'.join(map(str, place))}' of {name} has shape {facts.shape}{has}; the "
+                f"shape of the parameter is {tuple(param.shape)}. So it is unknown how the ranks share this "
+                "state. Take a step with the optimizer before loading, so that its state shows how."
             )
     return made
 
@@ -222,7 +222,7 @@ def _blank(
 ) -> Tensor | None:
     """Where to read a tensor of a parameter's state: what is ``there``, or memory of the same form.
 
-    None: nothing says how a tensor of this size would be laid out. ``is_whole``: it is not.
+    None: the layout of a tensor of this size is unknown. ``is_whole``: it is not.
     """
     size, dtype, device = torch.Size(facts.shape or ()), facts.dtype, dtensor.plain(param).device
     if isinstance(there, Tensor) and there.shape == size:

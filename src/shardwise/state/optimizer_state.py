@@ -228,7 +228,9 @@ def _by_name(
     else:
         new = {key: clean(key) for key in (*keys, *state["state"])}
     if lost := [key for key in state["state"] if key not in new]:
-        raise RuntimeError(f"{caller}: state of {listed(map(str, lost))}, which none of its groups has.")
+        raise RuntimeError(
+            f"{caller}: there is state of {listed(map(str, lost))}, but no param group contains it."
+        )
     return {
         "state": {new[key]: dict(values) for key, values in state["state"].items()},
         "param_groups": [
@@ -264,7 +266,9 @@ def _check_form(state: Any, caller: str) -> None:
         )
     keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
-        raise RuntimeError(f"{caller}: parameters go by names or by ids, but not by both in one state.")
+        raise RuntimeError(
+            f"{caller}: a state identifies its parameters by names or by ids, but not by both."
+        )
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -298,8 +302,8 @@ class _OptimizerLoad:
         others = {key for values in self._outline.values() for key in values} - own
         if own and others:  # else it has not stepped
             raise ValueError(
-                f"{LOAD}: it holds {listed(sorted(map(str, others)))}, and this optimizer keeps "
-                f"{listed(sorted(map(str, own)))}, so that it is of another kind."
+                f"{LOAD}: the state holds {listed(sorted(map(str, others)))}, but this optimizer keeps "
+                f"{listed(sorted(map(str, own)))}: it is the state of another kind of optimizer."
             )
         there: dict[str, dict[StatePath, tuple[StatePath, ShapeAndDtype]]] = {}
         for place, leaf in leaves(self._outline):

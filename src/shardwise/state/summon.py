@@ -41,8 +41,8 @@ def check_can_summon(group: ParameterGroup, with_gradients: bool) -> None:
         if isinstance(bucket, ExtensionBucket):
             raise NotImplementedError(
                 f"unsharded: {bucket.params[0].fqn} is a {type(bucket.params[0].local).__name__}, which "
-                "all-gathers itself in the form in which it is computed with; what is stored of it cannot be "
-                "put together. Shard it in a module of its own and leave that out with recurse=False."
+                "defines its own all-gather, of the values used in computation; its stored values cannot be "
+                "all-gathered. Shard it in a module of its own, and leave that module out with recurse=False."
             )
     if with_gradients and group.gradients.state is not EMPTY:
         waiting = [p.fqn for p in group.shards.params if p.is_deferred]
@@ -131,8 +131,8 @@ class _SummonedParam:
             return []
         if not _same(local, self.shard_before):
             return [
-                f"{self.param.fqn}: its shard was changed inside, by an optimizer perhaps, and its full "
-                "parameter as well. The shard's change stays. Change one of them only."
+                f"{self.param.fqn}: both its shard (perhaps by an optimizer) and its full parameter were "
+                "changed inside. The shard keeps its own change. Change only one of them."
             ]
         local.copy_(part)
         return []
@@ -142,8 +142,8 @@ class _SummonedParam:
             return []
         if self.param.sharded.grad is not self.shard_gradient_before:
             return [
-                f"{self.param.fqn}: .grad of its shard was replaced inside, by zero_grad() of an optimizer "
-                "perhaps, and that of its full parameter was changed as well. The shard's stays."
+                f"{self.param.fqn}: .grad of its shard was replaced inside (perhaps by an optimizer's "
+                "zero_grad()), and .grad of its full parameter was changed. The shard keeps its own .grad."
             ]
         self.param.set_gradient(None if new is None else self.part(new))
         return []
@@ -336,7 +336,7 @@ def _found_instead_of(full: nn.Parameter, param: Param) -> Tensor | str | None:
         return _fitting(full, param)
     if any(tensor is not others[0] for tensor in found):
         names = " and ".join(site.fqn for site in param.sites)
-        return f"{names} are tied, but one alone was replaced. Replace all of them with the same parameter."
+        return f"{names} are tied, but only one was replaced. Replace all of them with the same parameter."
     return None if others[0] is None else _fitting(others[0], param)
 
 
@@ -344,15 +344,15 @@ def _fitting(tensor: Tensor, param: Param) -> Tensor | str:
     wanted = tuple(param.sharded.shape)
     if tensor.dtype != param.sharded.dtype or tensor.is_meta:
         return (
-            f"{param.fqn}: what stands in its place is of {tensor.dtype} on {tensor.device}, where "
+            f"{param.fqn}: it was replaced by a tensor of {tensor.dtype} on {tensor.device}, where "
             f"{param.sharded.dtype} with values is expected. Convert the model outside, with .to()."
         )
     is_alike = isinstance(tensor, DTensor) == param.is_tensor_parallel
     if tuple(tensor.shape) == wanted and is_alike:
         return tensor
     return (
-        f"{param.fqn}: what stands in its place is a {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
-        f"where {wanted} is expected. Its shard keeps its old values."
+        f"{param.fqn}: it was replaced by a {type(tensor).__name__} of shape {tuple(tensor.shape)}, where "
+        f"{wanted} is expected. Its shard keeps its old values."
     )
 
 

@@ -158,8 +158,8 @@ class AutoOptions:
         given = [name for name, value in vars(self).items() if value is not None]
         if given:
             raise ValueError(
-                f'shard_model: strategy is {strategy!r}, and only "auto" takes {" and ".join(given)}, to '
-                'choose by. Leave that out, or pass strategy="auto".'
+                f'shard_model: strategy is {strategy!r}, but only "auto" uses {" and ".join(given)}. Leave '
+                'that out, or pass strategy="auto".'
             )
 
     @property
@@ -198,8 +198,8 @@ def choose(
 
 def _check(model: nn.Module, options: AutoOptions) -> None:
     needed = {
-        "memory": 'memory="80GB", what a rank has',
-        "sample": "sample=batch, what forward takes on a rank",
+        "memory": 'memory="80GB", the memory of a rank',
+        "sample": "sample=batch, the input of forward on a rank",
     }
     for name, example in needed.items():
         if getattr(options, name) is None:
@@ -333,7 +333,7 @@ class Search:
 
 
 def _best(trials: Sequence[Trial]) -> Trial:
-    """What exposes least; of equals, but for padding, what sends least, and of those what holds least."""
+    """What exposes least; of those equal up to padding, what sends least, and of these what holds least."""
     for figure in (attrgetter("exposed"), attrgetter("sent")):
         least = min(map(figure, trials))
         trials = [trial for trial in trials if figure(trial) <= 1.01 * least]

@@ -125,7 +125,7 @@ def _callers_hook(
 def _check_group(group: ParameterGroup, divides_as_usual: bool) -> None:
     if _NAME in group.choices:
         raise RuntimeError(
-            f"{_NAME}: {group.name} has a hook already, and there can be one only: two would both reduce its "
+            f"{_NAME}: {group.name} has a hook already, and can have only one: two would both reduce its "
             "gradients. Combine them in one function."
         )
     for other in _ELSEWHERE:

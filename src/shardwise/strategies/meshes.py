@@ -86,7 +86,7 @@ def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: An
         what = "of two dimensions, (replicate, shard)" if len(strategy.roles) == 2 else "of one dimension"
         others = [s.name for s in STRATEGIES.values() if len(s.roles) == mesh.ndim]
         raise ValueError(
-            f"shard_model: strategy '{strategy.name}' takes a mesh {what}, and this one has {mesh.ndim}. "
+            f"shard_model: strategy '{strategy.name}' needs a mesh {what}, but this one has {mesh.ndim}. "
             f"Pass a mesh {what}, name the dimensions with dp_mesh_dims, or choose one of "
             f"{', '.join(others)}."
         )
@@ -115,9 +115,9 @@ def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
     if per_host is None:
         raise ValueError(
             f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over "
-            f"hosts, but {found}, with {world} ranks in all, so they cannot be arranged. torchrun sets it; "
-            "or pass mesh=init_device_mesh(device_type, (hosts, ranks_per_host), "
-            'mesh_dim_names=("replicate", "shard")).'
+            f"hosts, but {found}, with {world} ranks in all, so they cannot be arranged. Start the job with "
+            "torchrun, which sets LOCAL_WORLD_SIZE, or pass mesh=init_device_mesh(device_type, (hosts, "
+            'ranks_per_host), mesh_dim_names=("replicate", "shard")).'
         )
     return init_device_mesh(kind, (world // per_host, per_host), mesh_dim_names=strategy.roles)
 

@@ -75,7 +75,7 @@ def _matched(
     for key, change in (overrides or {}).items():
         if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
             raise TypeError(
-                f"shard_model: overrides has {describe(key)} for a key; pass module names, patterns or "
+                f"shard_model: overrides has {describe(key)} as a key; pass module names, patterns or "
                 "classes."
             )
         which = f"the override for '{key}'" if isinstance(key, str) else f"the override for {key.__name__}"
@@ -102,7 +102,7 @@ def _check_change(which: str, change: Any) -> dict[str, Any]:
     for name in change:
         if name not in _OVERRIDABLE:
             raise ValueError(
-                f"shard_model: {which} sets '{name}'. What can be set for a single group is "
+                f"shard_model: {which} sets '{name}'. A single group can have its own "
                 f"{', '.join(_OVERRIDABLE)}."
             )
     if "strategy" in change:

@@ -104,8 +104,8 @@ class WrapWhere(_OfEach):
         answer = self.predicate(name, module) if self._takes_name else self.predicate(module)
         if isinstance(answer, dict):
             raise TypeError(
-                f"{self!r} answered with a dict for '{name}'. It chooses modules only: answer True or False, "
-                "and give settings of single groups to shard_model(overrides={...})."
+                f"{self!r} returned a dict for '{name}'. It only chooses modules: return True or False, and "
+                "pass settings of single groups as shard_model(overrides={...})."
             )
         return bool(answer)
 
@@ -361,13 +361,13 @@ def _signature(function: Any, where: str) -> inspect.Signature:
         return inspect.signature(function)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{where} is {text_of(function)}, which does not say what arguments it takes. Pass a function "
-            "that calls it: lambda module: ..."
+            f"{where} is {text_of(function)}, whose signature Python cannot read. Pass a function that calls "
+            "it: lambda module: ..."
         ) from None
 
 
 def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """``policy`` as a function of three positional arguments, whatever names it has for them.
+    """``policy`` as a function of three positional arguments, under any names.
 
     By name where it can be, since a partial makes arguments after those it gives keyword-only.
     """

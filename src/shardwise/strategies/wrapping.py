@@ -38,9 +38,9 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
         counts = [f"{count} x {name}" for name, count in Counter(can_be).most_common()]
         raise ValueError(
             f"shard_model: {text_of(policy)} chose no module with parameters inside the "
-            f"{type(model).__name__}, which would be one group, unsharded at once. There are "
-            f"{listed(counts, 6) or 'none'}. Choose some of these with wrap=, or pass wrap=None for the "
-            "repeated blocks."
+            f"{type(model).__name__}, so the whole model would be one group, unsharded at once. Modules that "
+            f"can be chosen: {listed(counts, 6) or 'none'}. Choose some of these with wrap=, or pass "
+            "wrap=None for the repeated blocks."
         )
     return result
 
@@ -48,7 +48,7 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
 def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Module, str]) -> None:
     where = f"shard_model: {text_of(policy)}.choose() returned"
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{where} among the modules {describe(module)}; return the modules themselves.")
+        raise TypeError(f"{where} a list that contains {describe(module)}; return modules only.")
     if uncompiled(module) is uncompiled(model):
         raise ValueError(
             f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
@@ -84,8 +84,8 @@ def merge_neighbours(
     larger than the cap is alone; so is one that stands in several places, whose calls come in no order.
     Modules share a group only if ``key`` is equal for them.
 
-    The groups hold each of ``modules``, which are as :func:`chosen` returns them, once; whatever lies inside
-    a module of a group comes in an earlier group.
+    The groups hold each of ``modules``, which are as :func:`chosen` returns them, once. Modules
+    inside a module of a group come in an earlier group.
     """
     wanted = set(modules)
     parents = [module for module in model.modules() if uncompiled(module) is module]

@@ -186,12 +186,12 @@ def subgroup(
     """A process group of some ranks of ``parent``, with its timeout, and its back end or another.
 
     ``dist.new_group`` makes the name from the number of groups that a rank is in, so ranks in different
-    numbers of groups wait for each other for ever. Here the name says what the group is.
+    numbers of groups wait for each other for ever. Here the name identifies the group.
 
     Called by members only. No communication yet: see ``connect``.
 
-    The new back ends of torch 2.15 for NCCL are bound to a device. Unless told which, they take that of
-    LOCAL_RANK, whatever the parent's is; and they would connect here, but for an option.
+    The new back ends of torch 2.15 for NCCL are bound to a device. Without one, they use that of
+    LOCAL_RANK, even if the parent has another; and they connect here unless an option prevents it.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -282,7 +282,7 @@ _UNTIL_EXIT: list[Any] = []
 
 
 def keep_until_exit(work: Any) -> None:
-    """Keep communication alive that nobody will wait for any more, and the memory that it writes into.
+    """Keep communication alive that no one will wait for any more, and the memory that it writes into.
 
     gloo stops receiving anything once such memory is freed, and nothing public cancels a collective.
     """
@@ -400,7 +400,7 @@ class _OwnWorld:
     """
 
     def __init__(self, others: Any) -> None:
-        # Names of process groups are known to all threads: these count from where nobody comes.
+        # Names of process groups are known to all threads: these count from a number that others never reach.
         mine = SimpleNamespace(default_pg=None, group_count=1 << 40, comms=[])
         of_groups = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
         for name in (*of_groups, "tags_to_pg", "pg_coalesce_state"):

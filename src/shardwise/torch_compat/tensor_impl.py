@@ -141,7 +141,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 fake_device: Callable[[Tensor], torch.device] = attrgetter("fake_device")
-"""Where a fake tensor says that it is. ``tensor.device`` asks all modes, which takes 0.3 ms."""
+"""The device that a fake tensor claims. ``tensor.device`` asks all modes, which takes 0.3 ms."""
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def cells(recording: Recording) -> list[list[str]]:
 
 
 def figures_of(work: TracedWork) -> list[str]:
-    """The cells of a group, but for its name."""
+    """The cells of a group, except its name."""
     both = work.both
     return [
         str(work.unshards),

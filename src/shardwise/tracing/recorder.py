@@ -119,7 +119,7 @@ class Recorder:
             reductions=max(counts.reduce_scatter.total(), counts.all_reduce.total()),
         )
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def _hear(self, event: str, group: ParameterGroup | None) -> None:
         """An event of a group; None: one that is not traced."""

@@ -40,10 +40,10 @@ _V = TypeVar("_V")
 class Watchers:
     """Threads that wait in place of the caller's, and note when the back end was done.
 
-    On the host a collective ends while the caller computes, and gloo tells nobody: only who waits learns of
-    it. So a thread for each kind of collective waits for them in the order in which they were issued, and the
-    caller waits for that thread. The thread does nothing else, so that the numbers and the memory are those
-    of a run without a trace. An error is raised where the caller waits.
+    On the host a collective ends while the caller computes, and gloo sends no signal: only a thread that
+    waits notices. So a thread for each kind of collective waits for them in the order in which they were
+    issued, and the caller waits for that thread. The thread does nothing else, so that the numbers and the
+    memory are those of a run without a trace. An error is raised where the caller waits.
     """
 
     def __init__(self) -> None:

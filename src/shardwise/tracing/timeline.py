@@ -90,8 +90,8 @@ class Marked:
 class HeldMemory:
     """What the groups have in memory over time: sampled after each event of a group, of that group alone.
 
-    An event is told while a group changes, so that a sample is taken when the next thing happens, and bears
-    the time of the event.
+    An event arrives while its group is still changing. So the sample is taken at the next event, and carries
+    the time of the first.
     """
 
     def __init__(self, clock: Clock, groups: Iterable[ParameterGroup]) -> None:

@@ -57,10 +57,10 @@ class Trace:
         return advice(self.recording)
 
     def save(self, path: str | Path) -> None:
-        """Write a picture of it, or a file for a trace viewer.
+        """Write the trace as a picture, or as a file for a trace viewer.
 
         Args:
-            path: where to; the ending says what. ``.html``: a page that stands for itself, to be opened in a
+            path: the file to write; its suffix selects the format. ``.html``: a self-contained page for a
                 browser. ``.json``: for Perfetto (ui.perfetto.dev) or chrome://tracing, and for
                 ``merge_traces``. ``.png``: a picture, which needs matplotlib. Folders are made.
 
