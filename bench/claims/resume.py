@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what the benchmarks share
 
+import numpy
 import torch
 import torch.distributed as dist
 from common import Spread, gpt_parser, launch, print_table, write_json
@@ -68,8 +69,11 @@ def work(options: Any) -> dict[str, list[float]]:
     def record(what: str, act: Callable[[], Any]) -> None:
         found.setdefault(what, []).append(seconds(act))
 
+    def save_in_memory() -> None:
+        save_checkpoint(memory / "step-1", model, optimizer, local=True, keep=1)
+
     for step in range(1, options.steps + 1):
-        record("save memory", lambda: save_checkpoint(memory / "step-1", model, optimizer, local=True, keep=1))
+        record("save memory", save_in_memory)
         record("resume memory", lambda: resume(disk / "none", model, optimizer, local=memory))
         if host == 0 and is_first:
             shutil.rmtree(memory)
@@ -97,7 +101,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=".") as options.disk,
     ):
         ranks = launch(work, options)
-    longest = {what: [max(each) for each in zip(*(rank[what] for rank in ranks), strict=True)] for what in ranks[0]}
+    longest = {what: numpy.max([of_rank[what] for of_rank in ranks], axis=0) for what in ranks[0]}
     rows = []
     for what in ("memory", "memory, a host lost", "disk", "disk, cached"):
         row: dict[str, Any] = {"what": what}

@@ -313,7 +313,7 @@ def _check_ignored_modules(modules: Iterable[nn.Module] | None) -> set[nn.Module
 
 
 def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[nn.Module]) -> list[nn.Module]:
-    """What ``wrap`` chooses, but for what is sharded or to be left alone."""
+    """What ``wrap`` chooses, except for what is sharded or to be left alone."""
     blocks = [
         module
         for module in chosen(as_policy(wrap), model, ignored)
