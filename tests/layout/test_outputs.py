@@ -5,8 +5,10 @@ In this process and without torch.distributed: the file under test knows nothing
 
 import collections
 import dataclasses
+import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +28,19 @@ def assert_finds(output: Any, expected: list[Tensor]) -> None:
     """Each tensor once, in order, and the object itself rather than an equal one."""
     found = find_tensors(output)
     assert [id(t) for t in found] == [id(t) for t in expected]
+
+
+def test_tensors_are_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(1)
+        freed = weakref.ref(tensor)
+        find_tensors({"inputs": [tensor], "more": {"inside": tensor}})
+        del tensor
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class Pair(NamedTuple):

@@ -1,5 +1,8 @@
 """Copies of state in host memory, which an asynchronous save writes while training goes on."""
 
+import gc
+import weakref
+
 import torch
 from tensor_subclasses import RowScaled, TravelsLow
 from torch import Tensor, nn
@@ -36,3 +39,15 @@ def test_a_subclass_over_a_tensor_is_not_taken_for_it() -> None:
     inside = torch.ones(3, 2)
     copies = staged([inside, TravelsLow(inside, dtype=inside.dtype)])
     assert [type(copy) for copy in copies] == [Tensor, TravelsLow]
+
+
+def test_copies_are_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        copies = staged({"inside": [torch.ones(3)]})
+        freed = weakref.ref(copies["inside"][0])
+        del copies
+        assert freed() is None
+    finally:
+        gc.enable()

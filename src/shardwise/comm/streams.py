@@ -207,6 +207,10 @@ class CommStream(BufferPool):
         """Order everything submitted later behind ``event``, or behind all work of the computing stream and
         of ``users``. On the host that work is already done."""
 
+    def note_reader(self) -> None:
+        """The current stream has read results of this one, and dropped them: what waits for the computation
+        next also waits for that stream, before it reuses their memory."""
+
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Like ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
 
@@ -311,6 +315,7 @@ class DeviceStream(CommStream):
         """``current`` returns the current stream."""
         self._current = current or CurrentStream(device)
         self._spare: dict[int, list[Scratch]] = defaultdict(list)  # without memory, by size
+        self._readers: dict[Any, None] = {}
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
 
@@ -353,9 +358,14 @@ class DeviceStream(CommStream):
             return
         current = self._current()
         self._stream.wait_stream(current)
-        for user in users:
+        for user in (*users, *self._readers):
             if user != current:
                 self._stream.wait_stream(user)
+        self._readers.clear()
+
+    def note_reader(self) -> None:
+        """Keep the stream until the next wait."""
+        self._readers[self._current()] = None
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Queue the waits on the copying stream as well."""

@@ -304,6 +304,8 @@ class Gradients:
                 bucket = self._shards.buckets[number]
                 is_some_left |= bucket.reduction.accumulate(reduction, without_hooks=without_hooks)
                 self._reductions[number] = None
+        if self.streams.are_device_streams:
+            self.streams.reduce_scatter.note_reader()
         return is_some_left
 
     @outside_transforms

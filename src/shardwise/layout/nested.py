@@ -31,20 +31,22 @@ class NotAContainer(TypeError):
 def find_tensors(output: Any) -> list[Tensor]:
     """All tensors in ``output``, each once, in order."""
     found: dict[int, Tensor] = {}
-    seen: dict[int, tuple[int, Any]] = {}  # id -> depth, and the object, so that its id is not reused
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            found.setdefault(id(value), value)
-        elif depth < _MAX_DEPTH and not isinstance(value, _LEAVES):
-            if id(value) in seen and seen[id(value)][0] <= depth:
-                return
-            seen[id(value)] = (depth, value)
-            for child in _children(value):
-                visit(child, depth + 1)
-
-    visit(output, 0)
+    _visit(output, 0, found, {})
     return list(found.values())
+
+
+# Not a function inside of find_tensors: one that calls itself is part of a cycle, with all that it sees, and
+# only the garbage collector would free the tensors.
+def _visit(value: Any, depth: int, found: dict[int, Tensor], seen: dict[int, tuple[int, Any]]) -> None:
+    """``seen``: by id the depth, and the object, so that its id is not reused."""
+    if isinstance(value, Tensor):
+        found.setdefault(id(value), value)
+    elif depth < _MAX_DEPTH and not isinstance(value, _LEAVES):
+        if id(value) in seen and seen[id(value)][0] <= depth:
+            return
+        seen[id(value)] = (depth, value)
+        for child in _children(value):
+            _visit(child, depth + 1, found, seen)
 
 
 def find_tensors_in_trace(value: Any) -> list[Tensor]:

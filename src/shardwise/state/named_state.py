@@ -225,22 +225,22 @@ def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = 
 
 def staged(value: Any) -> Any:
     """A copy of nested dicts and lists, with tensors in host memory."""
-    copies: dict[Hashable, Tensor] = {}
+    return _staged(value, {})
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: copied(each) for key, each in value.items()}
-        if type(value) in (list, tuple) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
-            return type(value)(map(copied, value))
-        if not isinstance(value, Tensor):
-            return deepcopy(value)
-        local = dtensor.plain(value)
-        memory = memory_of(local)
-        if memory not in copies:  # tied parameters have several names and one memory: copied once
-            copies[memory] = local.detach().to("cpu", copy=True)
-        return dtensor.placed_as(value, copies[memory])
 
-    return copied(value)
+def _staged(value: Any, copies: dict[Hashable, Tensor]) -> Any:
+    """``copies``: those made so far. Tied parameters have several names and one memory: copied once."""
+    if isinstance(value, dict):
+        return {key: _staged(each, copies) for key, each in value.items()}
+    if type(value) in (list, tuple) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+        return type(value)(_staged(each, copies) for each in value)
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    local = dtensor.plain(value)
+    memory = memory_of(local)
+    if memory not in copies:
+        copies[memory] = local.detach().to("cpu", copy=True)
+    return dtensor.placed_as(value, copies[memory])
 
 
 def memory_of(tensor: Tensor) -> Hashable:
