@@ -88,6 +88,19 @@ def test_a_change_between_microbatches_is_refused(is_counted: bool, says: str) -
         model(random_batch(0, 4))
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+@on_ranks(4)
+def test_a_change_between_a_forward_and_its_backward_is_refused_in_the_next_forward(is_counted: bool) -> None:
+    model = Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2)
+    model.set_requires_gradient_sync(False)
+    loss = mean_of_squares(model, random_batch(0, 4))
+    weight = model.blocks[1].up.weight.detach() if is_counted else model.blocks[1].up.weight.data
+    weight.mul_(2)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"blocks.1: .* between microbatches"):
+        model(random_batch(0, 4))
+
+
 @torch.no_grad()
 def halve_all(model: nn.Module) -> None:
     model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})

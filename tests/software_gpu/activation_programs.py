@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ class ChangesItsInput(Layer):
         return y
 
 
+class Notes(Layer):
+    """Gives the caller more than it returns, and asks whether an input that it gets twice is one tensor."""
+
+    def forward(self, x: Tensor, *, context: dict[str, Any]) -> Tensor:
+        y = super().forward(x, context=context)
+        context["noted"].append(y.square().mean() if x is context["input"] else y.abs().mean())
+        return y
+
+
 class Decoder(nn.Module):
     """Layers that share an activation and a mask. ``passes_weights``: a parameter and a view of it as well."""
 
@@ -44,21 +54,56 @@ class Decoder(nn.Module):
         self.passes_weights = passes_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        context = {"gate": torch.sigmoid(self.inlet(x)), "mask": torch.ones_like(x)}
+        context: dict[str, Any] = {"gate": torch.sigmoid(self.inlet(x)), "mask": torch.ones_like(x)}
         if self.passes_weights:
             context = {"gate": self.scale[0], "mask": self.scale[1]}
         x = self.inlet(x)
+        noted: list[Tensor] = []
         for layer in self.layers:
-            x = layer(x, context=context)
-        return x.square().mean()
+            x = layer(x, context={**context, "input": x, "noted": noted})
+        return x.square().mean() + sum(noted)
 
 
-def sharded(offloads: bool | None, *args: Any) -> Any:
+class OnTwoStreams(nn.Module):
+    """Two models, each on a stream of its own, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(Decoder() for _ in range(2))
+        self.streams: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = torch.cuda.current_stream()
+        self.streams = self.streams or [torch.cuda.Stream() for _ in self.halves]
+        found = [x, x]
+        for stream in self.streams:
+            stream.wait_stream(now)
+        for index in range(DEPTH):
+            for number, (half, stream) in enumerate(zip(self.halves, self.streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    x = found[number] if index else half.inlet(found[number])
+                    context = {"gate": half.scale[0], "mask": half.scale[1]}
+                    found[number] = half.layers[index](x, context=context)
+        for stream in self.streams:
+            now.wait_stream(stream)
+        return (found[0] * found[1]).square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "activations passed": Decoder,
+    "weights passed": partial(Decoder, True),
+    "noting": partial(Decoder, False, Notes),
+    "on two streams": OnTwoStreams,
+}
+
+
+def sharded(offloads: bool | None, make: Callable[[], nn.Module] = Decoder) -> Any:
     """``offloads``: None without checkpointing."""
     torch.manual_seed(0)
-    model = Decoder(*args).double().cuda()
+    model = make().double().cuda()
+    checkpoints = offloads is not None and Layer
     return shardwise.shard_model(
-        model, activation_checkpointing=offloads is not None, activation_offloading=bool(offloads)
+        model, wrap=Layer, activation_checkpointing=checkpoints, activation_offloading=bool(offloads)
     )
 
 
@@ -130,13 +175,13 @@ def differences(names: list[str]) -> dict[str, float]:
     torch.ops.software_gpu.poison()
     found = {}
     for name in names:
-        for passes_weights in (False, True):
+        for kind, make in MODELS.items():
             plain, moved = (
-                gradients_of(PROGRAMS[name], sharded(offloads, passes_weights)) for offloads in (None, True)
+                gradients_of(PROGRAMS[name], sharded(offloads, make)) for offloads in (None, True)
             )
             assert len(plain) == len(moved) > 0
             off = max((a - b).abs().max().item() for a, b in zip(plain, moved, strict=True) if a.numel())
-            found[f"{name}, weights passed" if passes_weights else name] = off
+            found[f"{name}, {kind}"] = off
     return found
 
 
@@ -180,7 +225,7 @@ def kept_each_way() -> dict[str, dict[str, int]]:
 
 def change_an_input() -> str:
     join()
-    model = sharded(True, False, ChangesItsInput)
+    model = sharded(True, partial(Decoder, False, ChangesItsInput))
     try:
         model(batch(0)).backward()
     except RuntimeError as error:

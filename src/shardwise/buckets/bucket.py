@@ -198,8 +198,7 @@ class UnshardedBucket:
         self._device = bucket.mesh.device
         self._among_few: AllGather | None = None
         self._post_forward_shard: Tensor | None = None
-        self._flat_shard_then: Tensor | None = None
-        """The flat shard as it was when ``note_flat_shard`` was called."""
+        self._own_parts: list[Tensor] | None = None
         self.buffer = self._make_params()
         self.full_params = [param.unsharded for param in bucket.params if param.unsharded is not None]
 
@@ -287,9 +286,17 @@ class UnshardedBucket:
         """Copy the flat shard to ``target``, in the compute dtypes."""
         cast_buffer(flat, self._bucket.stored, target, self._bucket.computed)
 
-    def note_flat_shard(self) -> None:
-        """Have ``differs`` compare with what the sharded parameters are now, until the parts are dropped."""
-        self._flat_shard_then = self._bucket.flat_shard.bytes.clone()
+    def note_own_parts(self) -> None:
+        """Have ``differs`` compare with copies of what it compares with now, until the parts are dropped."""
+        self._own_parts = [part.clone() for part in self._own()]
+
+    def _own(self) -> list[Tensor]:
+        """This rank's part of each full parameter."""
+        if self._own_parts is not None:
+            return self._own_parts
+        rank, slots = self._bucket.mesh.shard_axis.rank, self._bucket.computed.slots
+        rows = zip(self._bucket.params, slots, strict=True)
+        return [shard_of(param.unsharded_data().detach(), slot, rank) for param, slot in rows]
 
     def keep_post_forward_shard(self) -> None:
         """Keep this rank's post-forward shard, to gather from next; only if a few ranks keep parameters."""
@@ -304,7 +311,7 @@ class UnshardedBucket:
 
     def drop_post_forward_shard(self) -> None:
         """Free the post-forward shard."""
-        self._flat_shard_then = None
+        self._own_parts = None
         if self._post_forward_shard is not None:
             self._post_forward_shard = None
             self._start_from_flat_shard()
@@ -322,14 +329,11 @@ class UnshardedBucket:
         Compares them with its own part of the buffer: versions do not show it, since foreach and fused
         optimizers, and changes through ``.data``, do not count on a DTensor. Does not wait.
         """
-        bucket, slots = self._bucket, self._bucket.computed.slots
-        if self._flat_shard_then is not None:
-            return torch.ne(bucket.flat_shard.bytes, self._flat_shard_then).any().to(self._device)
+        bucket = self._bucket
         answer = torch.zeros((), dtype=torch.bool, device=self._device)
         if self._is_alone and self._sends_flat_shard:
             return answer
-        for param, slot in zip(bucket.params, slots, strict=True):
-            part = shard_of(param.unsharded_data().detach(), slot, bucket.mesh.shard_axis.rank)
+        for param, part in zip(bucket.params, self._own(), strict=True):
             now = param.local.detach().to(part.device, part.dtype)
             if now.numel():
                 answer |= torch.ne(bytes_of(now), bytes_of(part)).any()

@@ -112,8 +112,9 @@ class ForwardPass:
     def _drop_kept(self) -> None:
         """Reshard groups that earlier passes have kept and this one cannot use."""
         root, held = self._root, self._root.unsharded_groups
+        may_use_parts = root.ranks_run_alike and torch.is_grad_enabled() and not held.is_captured
         for group, reason in list(held.reasons.items()):
-            is_for_next = group.unsharded.keeps_until_changed and root.ranks_run_alike
+            is_for_next = group.unsharded.keeps_until_changed and may_use_parts
             if group.unsharded.state is PARTLY and not is_for_next:
                 held.reshard(group)  # kept by an earlier forward, and no longer needed
             elif reason is FOR_BACKWARD:  # kept by an earlier forward, and stale in this one

@@ -52,7 +52,7 @@ class UnshardedGroups:
         self.awaits_backward = False
         """Whether no backward has begun since the last forward."""
         self._stepped: set[ParameterGroup] = set()  # since they were unsharded
-        self._is_captured = False
+        self.is_captured = False
         axes: list[Axis] = []
         self._compared_along = axes
         self._comparison = Wait("comparison of parameters that stayed unsharded", "", lambda: axes)
@@ -101,8 +101,8 @@ class UnshardedGroups:
 
         Neither kind may wait for streams and events of the other. All work must be over before a capture.
         """
-        if captured is not self._is_captured:
-            self._is_captured = captured
+        if captured is not self.is_captured:
+            self.is_captured = captured
             for group in self.reasons:
                 group.unsharded.drop_streams()
 
@@ -124,7 +124,7 @@ class UnshardedGroups:
     def keep_for_next(self, group: ParameterGroup) -> None:
         """Have a few ranks keep ``group``, if it is in memory, for the forward of the next microbatch."""
         unsharded = group.unsharded
-        if unsharded.state is UNSHARDED and self.reasons.get(group) is not INFERENCE:
+        if unsharded.state is UNSHARDED and self.reasons.get(group) is not INFERENCE and not self.is_captured:
             unsharded.keep_part(until_changed=True)
         elif unsharded.state is not PARTLY:
             self.reshard(group)

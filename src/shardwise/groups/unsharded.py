@@ -280,7 +280,7 @@ class Unsharded:
         stream = self.streams.all_gather
         if until_changed:  # on the computing stream, on which the forward compares
             for bucket in self.buckets:
-                bucket.note_flat_shard()
+                bucket.note_own_parts()
         stream.wait_for_compute()
         with stream.allocation_scope(), torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.arguments import check_type, describe
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import names_in, uncompiled
-from shardwise.strategies.input_offload import InputOffload
+from shardwise.strategies.input_offload import InputOffload, run_checkpointed
 from shardwise.strategies.module_trees import has_forward, modules_inside, range_of_names
 
 _Classes = type[nn.Module] | Set[type[nn.Module]] | Sequence[type[nn.Module]]
@@ -76,20 +75,11 @@ def checkpoint_activations(modules: Sequence[nn.Module], is_offloaded: bool) -> 
 
     The module's forward is replaced, inside its hooks: backward unshards before it runs that again.
     """
-    checkpointed = InputOffload().checkpoint if is_offloaded else _run_checkpointed
+    checkpointed = InputOffload().checkpoint if is_offloaded else run_checkpointed
     for module in modules:
         # Copies of the module deep-copy a partial, but not a closure.
         run = partial(checkpointed, module.forward)
         module.forward = update_wrapper(run, module.forward)  # type: ignore[method-assign]
-
-
-def _run_checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # As positional arguments: torch looks there, also in containers, for devices whose random states to keep.
-    return checkpoint(_call, forward, args, kwargs, use_reentrant=False)
-
-
-def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward(*args, **kwargs)
 
 
 def check_offloading(caller: str, is_offloaded: bool, wanted: Any, compiling: Any = None) -> None:

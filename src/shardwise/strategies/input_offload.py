@@ -12,6 +12,7 @@ last call of forward still finds its own there.
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +22,27 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm.streams import CommStream, DeviceStream, Finish, HostStream, has_streams, nothing
+from shardwise.comm.streams import (
+    CommStream,
+    DeviceStream,
+    Finish,
+    HostStream,
+    current_stream,
+    has_streams,
+    nothing,
+)
 from shardwise.torch_compat import dynamo, pytree, tensor_impl
 
-_COPY = "_shardwise_copy"  # an attribute of an input: its version, and a weak reference to its copy
+_COPY = "_shardwise_copy"  # an attribute of an input: its version, and a reference to its copy
+
+
+class _CopyRef(weakref.ref[Tensor]):
+    """Saved with the input, it becomes an empty dict."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
 
 
 class _Place:
@@ -44,55 +62,71 @@ class _Inputs:
         self.versions = [tensor_impl.version(tensor) for tensor in tensors]
         self.device = tensors[0].device
         self.on_host: list[Tensor] = []
+        self.changed: torch.Size | None = None
+        """The shape of an input that was changed while it was copied."""
 
-    def check_versions(self) -> None:
-        """Raise if an input was changed while it was copied."""
+    def note_changes(self) -> None:
+        """Find the inputs that were changed while they were copied."""
         for index, tensor in self.on_device.items():
             if tensor_impl.version(tensor) != self.versions[index]:
-                raise RuntimeError(
-                    f"An input of a checkpointed module, of shape {tuple(tensor.shape)}, was changed in "
-                    "place by the module or while it ran. In backward, activation checkpointing runs the "
-                    "module again from the input as it was. Let the module compute a new tensor."
-                )
+                self.changed = tensor.shape
+
+    def check_unchanged(self) -> None:
+        """Raise if an input was changed while it was copied."""
+        if self.changed is not None:
+            raise RuntimeError(
+                f"An input of a checkpointed module, of shape {tuple(self.changed)}, was changed in place by "
+                "the module or while it ran. In backward, activation checkpointing runs the module again "
+                "from the input as it was. Let the module compute a new tensor."
+            )
 
 
 class InputOffload:
     """Moves the inputs of the checkpointed modules of a model. A copy of the model has another one."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, CommStream] = {}
-        self._copying: list[tuple[_Inputs, Finish]] = []
-        """Copies that the computation has not waited for."""
-        self._last: Callable[[], _Inputs | None] = nothing
+        # By the stream that calls run on, to which the memory of their inputs belongs.
+        self._copies: dict[Any, _Copies] = {}
 
     def __reduce__(self) -> Any:
         return InputOffload, ()
 
-    def checkpoint(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The result of ``forward``, which runs again in backward, from inputs that wait in host memory."""
-        tensors: list[Tensor] = []
+        places: dict[Tensor, _Place] = {}  # one for a tensor that is given twice
 
         def take(leaf: Any) -> Any:
-            if not _can_move(leaf):
-                return leaf
-            tensors.append(leaf)
-            return _Place(len(tensors) - 1)
+            return places.setdefault(leaf, _Place(len(places))) if _can_move(leaf) else leaf
 
-        rest = pytree.tree_map(take, (args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
-        # As positional arguments: torch looks there, also in containers, for devices whose random states to
-        # keep.
+        again = pytree.tree_map(take, (args, kwargs)) if torch.is_grad_enabled() else None
+        tensors = list(places)
         if not tensors:
-            return checkpoint(_call, forward, rest, use_reentrant=False)
-        inputs = self._save(tensors)
+            return run_checkpointed(forward, *args, **kwargs)
+        device = tensors[0].device
+        stream = current_stream(device) if has_streams(device) else device
+        copies = self._copies.setdefault(stream, _Copies())
+        inputs = copies.save(tensors)
+        # The caller's own containers, to which forward may add, and which it gets only once.
+        first = [(args, kwargs)]
         # Checkpointing saves its own arguments, in this order. What forward saves goes to hooks of its own.
         indices = iter(range(len(tensors)))
-        with saved_tensors_hooks(lambda _: next(indices), partial(self._load, inputs)):
-            return checkpoint(_call, forward, rest, *tensors, use_reentrant=False)
+        with saved_tensors_hooks(lambda _: next(indices), partial(copies.load, inputs)):
+            return checkpoint(_first_or_again, forward, first, again, *tensors, use_reentrant=False)
+
+
+class _Copies:
+    """Copies of the inputs of calls that run on one stream."""
+
+    def __init__(self) -> None:
+        self._stream: CommStream | None = None
+        self._copying: list[tuple[_Inputs, Finish]] = []
+        """Copies that the computation has not waited for."""
+        self._last: Callable[[], _Inputs | None] = nothing
 
     @torch.no_grad()
-    def _save(self, tensors: list[Tensor]) -> _Inputs:
+    def save(self, tensors: list[Tensor]) -> _Inputs:
         """Begin to copy ``tensors`` to host memory."""
-        self._end_copies()
+        self._end()
         inputs = _Inputs(tensors, self._last)
         self._last = weakref.ref(inputs)
         pairs = []
@@ -102,17 +136,18 @@ class InputOffload:
             if on_host is None:
                 on_host = _host_memory_for(tensor)
                 pairs.append((on_host, tensor.detach()))
-                vars(tensor)[_COPY] = version, weakref.ref(on_host)
+                vars(tensor)[_COPY] = version, _CopyRef(on_host)
             inputs.on_host.append(on_host)
         self._copy(inputs, pairs)
         return inputs
 
     @torch.no_grad()
-    def _load(self, inputs: _Inputs, index: int) -> Tensor:
+    def load(self, inputs: _Inputs, index: int) -> Tensor:
         """An input on its device; with the first one of a call, begin to copy those of the call before."""
         if index == 0:
             self._bring(inputs)
-            self._end_copies(but=inputs)
+            self._end(but=inputs)
+            inputs.check_unchanged()
             if (previous := inputs.previous()) is not None:
                 self._bring(previous)
         return inputs.on_device.pop(index)
@@ -125,33 +160,48 @@ class InputOffload:
             inputs.versions = [tensor_impl.version(each) for each in empty]
 
     def _copy(self, inputs: _Inputs, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        stream = self._streams.get(inputs.device)
-        if stream is None:
-            make = partial(DeviceStream, inputs.device) if has_streams(inputs.device) else HostStream
-            stream = self._streams[inputs.device] = make()
+        if self._stream is None:
+            self._stream = DeviceStream(inputs.device) if has_streams(inputs.device) else HostStream()
 
         def start() -> Finish:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return nothing
 
-        stream.wait_for_compute()
-        self._copying.append((inputs, stream.submit(start).wait))
+        self._stream.wait_for_compute()
+        self._copying.append((inputs, self._stream.submit(start).wait))
 
-    def _end_copies(self, but: _Inputs | None = None) -> None:
+    def _end(self, but: _Inputs | None = None) -> None:
         """Have the computation wait for all copies; then leave on the device only what ``but`` has there."""
         copying, self._copying = self._copying, []
         for _, wait in copying:
             wait()
         for inputs, _ in copying:
-            inputs.check_versions()
+            inputs.note_changes()
             if inputs is not but:
                 inputs.on_device.clear()
 
 
-def _call(forward: Callable[..., Any], rest: Any, *tensors: Tensor) -> Any:
-    args, kwargs = pytree.tree_map(lambda leaf: tensors[leaf.index] if type(leaf) is _Place else leaf, rest)
+def run_checkpointed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result of ``forward``, which runs again in backward from the same arguments."""
+    # As positional arguments: torch looks there, also in containers, for devices whose random states to keep.
+    return checkpoint(_call, forward, args, kwargs, use_reentrant=False)
+
+
+def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
+
+
+def _first_or_again(forward: Callable[..., Any], first: list[Any], again: Any, *tensors: Tensor) -> Any:
+    if first:
+        args, kwargs = first.pop()
+    else:
+        args, kwargs = pytree.tree_map(partial(_restored, tensors), again)
+    return forward(*args, **kwargs)
+
+
+def _restored(tensors: Sequence[Tensor], leaf: Any) -> Any:
+    return tensors[leaf.index] if type(leaf) is _Place else leaf
 
 
 def _can_move(leaf: Any) -> bool:
@@ -160,7 +210,7 @@ def _can_move(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
         return False
     base = tensor_impl.base_of(leaf)
-    if base is not None and base.is_leaf:
+    if (base is not None and base.is_leaf) or 0 in leaf.stride():  # expanded: a copy would be larger
         return False
     return not tensor_impl.has_memory(leaf) or (type(leaf) is Tensor and has_streams(leaf.device))
 
