@@ -147,27 +147,28 @@ def leave_together() -> None:
         store.wait([f"leaves/{each}" for each in range(world)])
 
 
-def error_without_set_device() -> str:
-    """Of the first forward, where all ranks build on the first device."""
+def error_without_set_device() -> tuple[str, str]:
+    """The name of the back end, and the error of the first forward, where all ranks build on the first device."""
     dist.init_process_group("nccl")
+    name = c10d.backend_name(dist.group.WORLD, torch.device("cuda"))
     torch.manual_seed(0)
     model: Any = even_tower().cuda()
     shard_tower(model)
     try:
         model(random_batch(0, 4).float().cuda())
     except RuntimeError as error:
-        return str(error)
+        return name, str(error)
     finally:
         leave_together()
-    return "none"
+    return name, "none"
 
 
 @both_back_ends
 def test_all_ranks_hear_that_they_have_not_chosen_a_device(env: dict[str, str]) -> None:
-    first, second = run_on_gpus(2, error_without_set_device, env=env)
+    (name, first), (_, second) = run_on_gpus(2, error_without_set_device, env=env)
     assert first == second
     wrong = "ranks 0, 1 use the same device, cuda:0"
-    if not env and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2"):  # bound to the device of LOCAL_RANK
+    if name == "nccl2":  # which is bound to the device of LOCAL_RANK
         wrong = "rank 1 uses cuda:0, but its process group is bound to cuda:1"
     assert first == (
         f"{wrong}. With NCCL each rank has a device of its own. Choose it in each process before anything is "
