@@ -211,6 +211,9 @@ class CommStream(BufferPool):
         """The current stream has read results of this one, and dropped them: what waits for the computation
         next also waits for that stream, before it reuses their memory."""
 
+    def drop_readers(self) -> None:
+        """Forget these streams, whose work is over."""
+
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Like ``wait_for_compute``, for ``copy_in`` as well: the optimizer may have written there."""
 
@@ -366,6 +369,10 @@ class DeviceStream(CommStream):
     def note_reader(self) -> None:
         """Keep the stream until the next wait."""
         self._readers[self._current()] = None
+
+    def drop_readers(self) -> None:
+        """Wait for none of them."""
+        self._readers.clear()
 
     def wait_for_optimizer(self, event: Any = None) -> None:
         """Queue the waits on the copying stream as well."""

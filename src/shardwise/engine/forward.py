@@ -80,7 +80,7 @@ class ForwardPass:
         if streams.are_device_streams:
             if captured := is_captured(root.device):
                 root.lazy_init.refuse_capture()
-            held.begin_captured(captured)
+            held.begin_captured(captured, streams)
         streams.are_labelled = autograd.profiler_is_on()
         if torch.is_grad_enabled():
             root.lazy_init.process_groups.connect()

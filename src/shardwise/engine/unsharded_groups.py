@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.optimizer_steps import add_step_listener
-from shardwise.comm.streams import is_captured
+from shardwise.comm.streams import CommStreams, is_captured
 from shardwise.engine.calls import Call
 from shardwise.groups.group import ParameterGroup, shard_axes_of
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
@@ -96,13 +96,14 @@ class UnshardedGroups:
         self.reasons.setdefault(group, IN_USE)
         group.unsharded.unshard_again()
 
-    def begin_captured(self, captured: bool) -> None:
+    def begin_captured(self, captured: bool, streams: CommStreams) -> None:
         """A pass begins, whose work is or is not captured into a CUDA graph.
 
         Neither kind may wait for streams and events of the other. All work must be over before a capture.
         """
         if captured is not self.is_captured:
             self.is_captured = captured
+            streams.reduce_scatter.drop_readers()
             for group in self.reasons:
                 group.unsharded.drop_streams()
 
