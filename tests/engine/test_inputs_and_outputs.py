@@ -1,5 +1,6 @@
 """What goes into a block and comes out of it, in the forms that have gone wrong elsewhere (docs/explain/failures.md)."""
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,52 @@ RESHARD = [None, True, False]
 def train(side: Side, model: nn.Module, reshard: bool | None = None, loss: Any = mean_of_squares) -> None:
     side.shard_tower(model, reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(2), loss)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class TakesAndReturnsContainers(Block):
+    def __init__(self) -> None:
+        super().__init__(8, 13)
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+        x = super().forward(given["x"])
+        return {"x": x, "losses": [*given["losses"], x.mean()]}
+
+
+class OfContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesAndReturnsContainers() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: dict[str, Any] = {"x": x, "losses": []}
+        for each in self.blocks:
+            given = each(given)
+        return given["x"] + sum(given["losses"])
+
+
+@on_ranks(2)
+def test_a_step_leaves_no_tensors_to_the_garbage_collector() -> None:
+    model = Side(is_sharded=True).shard_tower(built(OfContainers))
+    optimizer = adamw(model)
+    for step in range(4):
+        if step == 2:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        mean_of_squares(model, torch.randn(4, 8, dtype=torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        gc.collect()
+        left = [str(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []
 
 
 # --- outputs changed in place ---------------------------------------------------------------------
