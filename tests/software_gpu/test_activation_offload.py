@@ -24,7 +24,7 @@ def test_gradients_are_those_of_a_model_that_keeps_everything() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1, 2, 3, 4, 11])
+@pytest.mark.parametrize("late", [1, 2, 4, 11])
 def test_all_orders_of_forward_and_backward_give_these_gradients(late: int) -> None:
     names = list(PROGRAMS)
     check_differences(run_on_gpus(2, activation_programs.differences, names, late=late, timeout_s=400), names)
