@@ -110,7 +110,11 @@ class InputOffload:
         first = [(args, kwargs)]
         # Checkpointing saves its own arguments, in this order. What forward saves goes to hooks of its own.
         indices = iter(range(len(tensors)))
-        with saved_tensors_hooks(lambda _: next(indices), partial(copies.load, inputs)):
+
+        def pack(saved: Tensor) -> int | Tensor:
+            return next(indices, saved) if saved.numel() else saved  # torch 2.11 saves an empty one before
+
+        with saved_tensors_hooks(pack, partial(copies.load, inputs)):
             return checkpoint(_first_or_again, forward, first, again, *tensors, use_reentrant=False)
 
 
@@ -142,8 +146,10 @@ class _Copies:
         return inputs
 
     @torch.no_grad()
-    def load(self, inputs: _Inputs, index: int) -> Tensor:
+    def load(self, inputs: _Inputs, index: int | Tensor) -> Tensor:
         """An input on its device; with the first one of a call, begin to copy those of the call before."""
+        if isinstance(index, Tensor):  # which was not moved
+            return index
         if index == 0:
             self._bring(inputs)
             self._end(but=inputs)
@@ -207,7 +213,7 @@ def _restored(tensors: Sequence[Tensor], leaf: Any) -> Any:
 def _can_move(leaf: Any) -> bool:
     """Whether ``leaf`` is an activation on a device. Parameters are in memory anyhow, as are views of them;
     tensors without gradients, such as masks, are mostly shared by all calls."""
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf or not leaf.numel():
         return False
     base = tensor_impl.base_of(leaf)
     if (base is not None and base.is_leaf) or 0 in leaf.stride():  # expanded: a copy would be larger
