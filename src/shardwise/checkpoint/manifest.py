@@ -100,7 +100,12 @@ class Manifest:
     def check(self) -> None:
         """Check that its entries agree with each other and with the sizes of files."""
         try:
-            wrong = [*self._wrong_names(), *self._wrong_chunks(), *self._wrong_records()]
+            wrong = [
+                *self._wrong_names(),
+                *self._wrong_dtypes(),
+                *self._wrong_chunks(),
+                *self._wrong_records(),
+            ]
         except Exception as error:  # damaged values may have any type
             wrong = [f"{type(error).__name__}: {error}"]
         if wrong:
@@ -137,6 +142,12 @@ class Manifest:
             lost := self.metadata.state_dict_metadata.keys() - self.metadata.planner_data
         ):
             yield f"{listed(sorted(lost))} have no path"
+
+    def _wrong_dtypes(self) -> Iterator[str]:
+        for key in self.metadata.state_dict_metadata:
+            md = self.tensor(key)
+            if md is not None and not isinstance(md.properties.dtype, torch.dtype):
+                yield f"the dtype of {key} is a {type(md.properties.dtype).__name__}"
 
     def _wrong_chunks(self) -> Iterator[str]:
         for key in self.metadata.state_dict_metadata:
