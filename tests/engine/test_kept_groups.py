@@ -186,10 +186,8 @@ def test_accumulation_trains_as_without_sharding(side: Side, make_optimizer: Any
     side.note_parameters(model)
 
 
-@same_as_plain(2)
-def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
-    """All ranks load: what they have kept unsharded is stale on all of them."""
-    model = keep(side, built(even_tower))
+def load_between_microbatches(side: Side, model: Any) -> None:
+    """All ranks load halves of the weights of ``model``, an even tower, and train on."""
     halves = {name: value.detach() * 0.5 for name, value in built(even_tower).named_parameters()}
     side.sync(model, False)
     mean_of_squares(model, side.inputs(0)).backward()
@@ -200,6 +198,12 @@ def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     side.sync(model, True)
     mean_of_squares(model, side.inputs(1)).backward()
     side.note_gradients(model)
+
+
+@same_as_plain(2)
+def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
+    """All ranks load: what they have kept unsharded is stale on all of them."""
+    load_between_microbatches(side, keep(side, built(even_tower)))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from models import built, even_tower, random_batch, uneven_tower
 from on_ranks import on_ranks
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
+from test_kept_groups import load_between_microbatches
 from torch import nn
 
 import shardwise
@@ -157,13 +158,4 @@ def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
     """All ranks load: the parts that they keep are of the weights before."""
     model = built(even_tower)
     side.shard_tower(model, reshard_after_forward=2)
-    halves = {name: value.detach() * 0.5 for name, value in built(even_tower).named_parameters()}
-    side.sync(model, False)
-    mean_of_squares(model, side.inputs(0)).backward()
-    if side.is_sharded:
-        shardwise.load_full_state_dict(model, halves, src_rank=None)
-    else:
-        model.load_state_dict(halves)
-    side.sync(model, True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
+    load_between_microbatches(side, model)

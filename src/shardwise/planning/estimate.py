@@ -257,10 +257,12 @@ class _Runs:
         is_checkpointed: bool,
         mp_policy: Any = None,
         sample: Any = None,
+        offloads: bool = False,
     ) -> StrategyEstimate:
-        """The figures of one strategy, perhaps with another ``mp_policy``, or ``sample`` as its batch."""
+        """The figures of one strategy, perhaps with another ``mp_policy``, ``sample`` as its batch, or with
+        inputs on the host."""
         name = strategy + " with checkpointing" * is_checkpointed
-        offloads = self.offloads and is_checkpointed
+        offloads = is_checkpointed and (offloads or self.offloads)
         self.tell(self.done, max(self.total, self.done + 1), name)
         again, options = (
             self.checkpointed if is_checkpointed else [],
@@ -332,10 +334,8 @@ def _changes(runs: _Runs, found: Estimate, sizes: tuple[int, ...], limit: int) -
     if runs.checkpointed and not any(row.is_checkpointed for row in found.rows):
         peaks["activation checkpointing"] = runs.run(name, sizes, True).peak.num_bytes
     if runs.checkpointed and not (runs.offloads or runs.training.on_host):
-        offloading = replace(runs, offloads=True)
         what = "activation checkpointing, with activations in host memory"
-        peaks[what] = offloading.run(name, sizes, True).peak.num_bytes
-        runs.done = offloading.done
+        peaks[what] = runs.run(name, sizes, True, offloads=True).peak.num_bytes
     if runs.mp_policy is None and any(p.dtype is torch.float32 for p in runs.training.model.parameters()):
         in_bf16 = runs.run(name, sizes, is_checkpointed, precision_named("estimate", "bf16"))
         peaks["computing in bf16"] = in_bf16.peak.num_bytes
