@@ -10,8 +10,7 @@ from models import built, even_tower, random_batch, uneven_tower
 from on_ranks import on_ranks
 from reference import mean_of_squares
 from scenario import Side, same_as_plain
-from test_kept_groups import load_between_microbatches
-from torch import nn
+from test_kept_groups import halve, load_between_microbatches
 
 import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -102,11 +101,6 @@ def test_a_change_between_a_forward_and_its_backward_is_refused_in_the_next_forw
         model(random_batch(0, 4))
 
 
-@torch.no_grad()
-def halve_all(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "on the device": {},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
@@ -149,7 +143,7 @@ def test_accumulation_trains_as_without_sharding(side: Side, options: str) -> No
         side.note_gradients(model)
         optimizer.step()
         if step == 2:
-            halve_all(model)
+            halve(model)
     side.note_parameters(model)
 
 
