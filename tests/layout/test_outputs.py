@@ -5,7 +5,6 @@ In this process and without torch.distributed: the file under test knows nothing
 
 import collections
 import dataclasses
-import gc
 import sys
 import types
 import weakref
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from collector import without_collector
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,16 +31,12 @@ def assert_finds(output: Any, expected: list[Tensor]) -> None:
 
 
 def test_tensors_are_freed_without_the_garbage_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         tensor = torch.ones(1)
         freed = weakref.ref(tensor)
         find_tensors({"inputs": [tensor], "more": {"inside": tensor}})
         del tensor
         assert freed() is None
-    finally:
-        gc.enable()
 
 
 class Pair(NamedTuple):

@@ -1,9 +1,9 @@
 """Copies of state in host memory, which an asynchronous save writes while training goes on."""
 
-import gc
 import weakref
 
 import torch
+from collector import without_collector
 from tensor_subclasses import RowScaled, TravelsLow
 from torch import Tensor, nn
 
@@ -42,12 +42,8 @@ def test_a_subclass_over_a_tensor_is_not_taken_for_it() -> None:
 
 
 def test_copies_are_freed_without_the_garbage_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         copies = staged({"inside": [torch.ones(3)]})
         freed = weakref.ref(copies["inside"][0])
         del copies
         assert freed() is None
-    finally:
-        gc.enable()
