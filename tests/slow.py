@@ -10,10 +10,13 @@ with 1 where one failed.
 """
 
 import argparse
+import contextlib
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,16 +33,27 @@ def turn(num_parts: int) -> int:
 
 def run_part(part: str, options: list[str]) -> tuple[int, str]:
     """Exit status and pytest's own summary; everything is printed as it comes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--slow-part", part, *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--durations=10", "--slow-part", part, *options]
     print(f"\n--- slow tests, part {part}: {' '.join(['python', *command[1:]])}", flush=True)
     summary = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if re.search(r"\d+ (passed|failed|error|skipped)", line):
-                summary = line.strip(" =\n")
+        with ignored_interrupts():
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if re.search(r"\d+ (passed|failed|error|skipped)", line):
+                    summary = line.strip(" =\n")
     return process.returncode, summary
+
+
+@contextlib.contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """SIGINT goes to pytest as well, which ends then and says what failed so far: that is what one wants to read."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> int:
