@@ -1,11 +1,13 @@
-"""A campaign: draws of one strategy, run one after another; hypothesis makes one that fails small.
+"""A campaign: draws of one strategy, run one after another.
 
     CAMPAIGN = Campaign("STATE", DRAWS, settled, run_draw)
 
     STATE_DRAW="{...}" pytest -m slow -s tests/campaign/test_state_campaign.py           one draw, or a list of them
     STATE_SEED=5000 STATE_DRAWS=400 pytest -m slow -s tests/campaign/test_state_campaign.py
 
-STATE_TIMEOUT_S limits, in seconds, one run of a draw. Shrinking ends after five minutes by itself.
+    STATE_SHRINK=1 pytest -m slow tests/campaign/test_state_campaign.py     make the draw that fails small: minutes
+
+STATE_TIMEOUT_S limits, in seconds, one run of a draw.
 """
 
 import ast
@@ -50,11 +52,13 @@ class Campaign:
                 self.check_draw(worlds, next(folders), draw)
             return
 
+        phases = (Phase.generate, Phase.shrink) if self._asked("SHRINK", 0) else (Phase.generate,)
+
         @hypothesis.seed(self._asked("SEED", 100))
         @hypothesis.settings(
             max_examples=self._asked("DRAWS", num_draws),
             database=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=phases,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
@@ -64,7 +68,7 @@ class Campaign:
 
         check()
 
-    def timeout_s(self, usually: int = 30) -> int:
+    def timeout_s(self, usually: int = 90) -> int:
         return self._asked("TIMEOUT_S", usually)
 
     def _asked(self, what: str, otherwise: int) -> int:

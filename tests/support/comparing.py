@@ -11,27 +11,26 @@ from torch.distributed.tensor import DTensor
 
 def assert_equal(got: Any, want: Any, what: str = "", atol: float = 0.0, rtol: float = 0.0) -> None:
     """Tensors to the tolerance, without one bit for bit; everything else exactly."""
-    told = f"{what}: {got} where {want} is expected"
     if isinstance(want, dict) and isinstance(got, dict):
         assert got.keys() == want.keys(), f"{what}: {list(got)} for {list(want)}"
         for key, value in want.items():
             assert_equal(got[key], value, f"{what}: {key}", atol, rtol)
     elif isinstance(want, (list, tuple)):
-        assert type(got) is type(want), told
-        assert len(got) == len(want), told
+        assert type(got) is type(want), f"{what}: {got} where {want} is expected"
+        assert len(got) == len(want), f"{what}: {len(got)} of {len(want)}: {got} for {want}"
         for index, (one, other) in enumerate(zip(got, want, strict=True)):
             assert_equal(one, other, f"{what}: {index}", atol, rtol)
     elif not isinstance(want, Tensor):
         assert not isinstance(got, Tensor), f"{what}: a tensor where {want} is expected"
-        assert got == want, told
+        assert got == want, f"{what}: {got} where {want} is expected"
     else:
-        assert isinstance(got, Tensor), told
+        assert isinstance(got, Tensor), f"{what}: {got} where {want} is expected"
         assert not isinstance(got, DTensor), f"{what}: a DTensor"
         if atol or rtol:
             torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
         else:
             assert got.dtype == want.dtype, f"{what}: {got.dtype} where {want.dtype} is expected"
-            assert torch.equal(got, want), told
+            assert torch.equal(got, want), f"{what}: {got} where {want} is expected"
 
 
 def assert_as_plain(
