@@ -19,7 +19,9 @@ BUCKET_MB = 0.003  # two blocks of Tower in float32, 296 numbers each, but not t
 
 
 SHORT = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "all_reduce": "sum"}
-CALL = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((\w+)")
+CALL = re.compile(
+    r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)(?:_|_out)?\.default\((\w+).*?(?:out=(\w+))?\)$"
+)
 
 
 def covered(code: str) -> str:
@@ -39,7 +41,8 @@ def covered(code: str) -> str:
             kind, before = running.pop(called[3])
             kinds.setdefault(kind, []).append(products > before)
         else:
-            running[called[1] or called[3]] = SHORT[called[2]], products
+            result = called[1] or called[4] or called[3]  # new, given as out=, or in place
+            running[result] = SHORT[called[2]], products
     assert not running
     return ", ".join(f"{kind} {sum(each)}/{len(each)}" for kind, each in sorted(kinds.items()))
 
