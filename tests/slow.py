@@ -33,7 +33,18 @@ def turn(num_parts: int) -> int:
 
 def run_part(part: str, options: list[str]) -> tuple[int, str]:
     """Exit status and pytest's own summary; everything is printed as it comes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--durations=10", "--slow-part", part, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--durations=10",
+        "--slow-part",
+        part,
+        *options,
+    ]
     print(f"\n--- slow tests, part {part}: {' '.join(['python', *command[1:]])}", flush=True)
     summary = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
