@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_equal
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.__main__ import main
+from shardwise.checkpoint import load_checkpoint
 
 WORLD = 3
 TRAINED = [{"a.weight": (4, 5), "a.bias": (4,)}, {"b.weight": (7, 2)}]  # by param group; nothing divides by 3
@@ -63,6 +65,15 @@ def parts_of(value: Tensor) -> list[Tensor]:
     return list(flat.split(size))
 
 
+def adam_of(parts: list[Tensor]) -> dict[str, Any]:
+    """The first moment is the weight, the second its square; steps are counted as DeepSpeed's own Adam does."""
+    hyper = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "step": 7, "bias_correction": True}
+    return {
+        "state": {i: {"exp_avg": part.clone(), "exp_avg_sq": part * part} for i, part in enumerate(parts)},
+        "param_groups": [hyper | {"weight_decay": 0.1 * i, "params": [i]} for i in range(len(parts))],
+    }
+
+
 def save_zero(folder: Path, stage: int, deepspeed: Any, paddings: list[list[int]] | None = None) -> None:
     folder.mkdir(parents=True)
     whole = values()
@@ -76,6 +87,7 @@ def save_zero(folder: Path, stage: int, deepspeed: Any, paddings: list[list[int]
         "frozen_param_shapes": {name: torch.Size(shape) for name, shape in FROZEN.items()},
         "shared_params": {"tied": "a.weight"},
         "dp_world_size": WORLD,
+        "global_steps": 7,
     }
     common = {"loss_scaler": deepspeed.LossScaler(), "zero_stage": deepspeed.ZeroStageEnum(stage)}
     if stage == 3:
@@ -83,7 +95,10 @@ def save_zero(folder: Path, stage: int, deepspeed: Any, paddings: list[list[int]
             [torch.cat([parts_of(whole[n])[rank] for n in group]) for group in TRAINED]
             for rank in range(WORLD)
         ]
-        states = [common | {"fp32_flat_groups": groups[rank]} for rank in range(WORLD)]
+        states = [
+            common | {"fp32_flat_groups": groups[rank], "optimizer_state_dict": adam_of(groups[rank])}
+            for rank in range(WORLD)
+        ]
         for rank in range(WORLD):
             frozen = {name: parts_of(whole[name].float())[rank].bfloat16() for name in FROZEN}
             empty = {name: value.new_empty(0) for name, value in module.items()} | {"buffer": torch.arange(3)}
@@ -99,10 +114,13 @@ def save_zero(folder: Path, stage: int, deepspeed: Any, paddings: list[list[int]
         ]
         cut = [parts_of(flat) for flat in flats]
         more = {} if paddings is None else {"param_alignment_paddings": paddings}
-        states = [
-            common | more | {"single_partition_of_fp32_groups": [each[rank] for each in cut]}
-            for rank in range(WORLD)
-        ]
+        states = []
+        for rank in range(WORLD):
+            own = [each[rank] for each in cut]
+            adam = {"base_optimizer_state": adam_of(own)}
+            if rank == WORLD - 1:  # without the padding
+                own = [part[: len(flat) - rank * len(part)] for part, flat in zip(own, flats, strict=True)]
+            states.append(common | more | {"single_partition_of_fp32_groups": own} | adam)
         torch.save(model, folder / "mp_rank_00_model_states.pt")
     for rank, state in enumerate(states):
         path = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -142,6 +160,62 @@ def test_trained_weights_are_those_of_the_optimizer(
     assert_all_there(converted(tmp_path / "run", tmp_path / "out"))
     # Also the folder itself, and file by file.
     assert_all_there(converted(tmp_path / "run" / "global_step3", tmp_path / "again", "--shard-size", "100B"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_goes_on_where_deepspeeds_was(tmp_path: Path, deepspeed: Any, stage: int) -> None:
+    save_zero(tmp_path / "saved", stage, deepspeed)
+    assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "step-7"), "--optimizer"]) == 0
+    model = nn.Module()
+    model.a, model.b = nn.Linear(5, 4), nn.Linear(2, 7, bias=False)
+    model.frozen = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
+    model.register_buffer("buffer", torch.zeros(3, dtype=torch.int64))
+    groups = [{"params": [*model.a.parameters()]}, {"params": [*model.b.parameters()]}]
+    optimizer = torch.optim.Adam(groups, lr=1.0)
+    assert load_checkpoint(tmp_path / "step-7", model, optimizer).step == 7
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.5, 0),
+        (0.5, 0.1),
+    ]
+    for name, value in values().items():
+        assert torch.equal(model.get_parameter(name), value.bfloat16() if name in FROZEN else value), name
+        if name not in FROZEN:
+            state = optimizer.state[model.get_parameter(name)]
+            assert_equal(
+                state, {"step": torch.tensor(7.0), "exp_avg": value, "exp_avg_sq": value * value}, name
+            )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "step-7"]
+
+
+def test_what_is_no_state_of_such_an_optimizer_is_refused(
+    tmp_path: Path, deepspeed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_zero(tmp_path / "factored", 2, deepspeed)
+    save_zero(tmp_path / "elastic", 2, deepspeed)
+    (tmp_path / "empty").mkdir()
+    for rank in range(WORLD):
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        for folder in ("factored", "elastic"):
+            saved = torch.load(tmp_path / folder / name, weights_only=False)
+            own = saved["optimizer_state_dict"]
+            if folder == "elastic":
+                own["base_optimizer_state"] = [own["base_optimizer_state"]]
+            else:
+                own["base_optimizer_state"]["state"][0]["row"] = torch.ones(4)
+            torch.save(saved, tmp_path / folder / name)
+    for source, *options in (["factored"], ["elastic"], ["empty"], ["factored", "--dtype", "bf16"]):
+        arguments = [str(tmp_path / source), str(tmp_path / "out"), "--optimizer", *options]
+        assert main(["convert", *arguments]) == 2
+        assert not (tmp_path / "out").exists()
+    assert_expected_inline(
+        capsys.readouterr().err.replace(str(tmp_path), "TMP"),
+        """\
+python -m shardwise convert: TMP/factored has 'row' in the optimizer's state, of other shapes than the parameters, so it is unknown which part belongs to which. Leave out --optimizer.
+python -m shardwise convert: TMP/elastic has no state of an optimizer as stages 1 to 3 save it, without elastic_checkpoint. Leave out --optimizer to convert the weights.
+python -m shardwise convert: --optimizer is for a folder of DeepSpeed's ZeRO, and TMP/empty is none. load_checkpoint(path, model, optimizer) reads the others as they are.
+python -m shardwise convert: --dtype and --key are for safetensors, and --optimizer writes a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
+""",
+    )
 
 
 def test_without_an_optimizers_parts_the_weights_are_the_models(tmp_path: Path, deepspeed: Any) -> None:

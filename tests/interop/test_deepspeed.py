@@ -1,4 +1,6 @@
-"""Checkpoints that DeepSpeed's ZeRO writes are converted to the weights that it finds in them itself."""
+"""Checkpoints that DeepSpeed's ZeRO writes are converted to the weights that it finds in them itself, and to the state
+of its optimizer.
+"""
 
 import os
 from pathlib import Path
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise.__main__ import main
+from shardwise.checkpoint import load_checkpoint
 
 pytest.importorskip("deepspeed")
 
@@ -34,12 +37,13 @@ class Model(nn.Module):
 def trained(folder: Path) -> dict[str, Tensor]:
     """Two steps; what DeepSpeed itself reads from what it has saved, in float32."""
     import deepspeed
+    from deepspeed.utils import safe_get_full_optimizer_state
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     stage = int(folder.name.removeprefix("stage"))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "sub_group_size": 40},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
     }
@@ -53,11 +57,17 @@ def trained(folder: Path) -> dict[str, Tensor]:
         engine.step()
     engine.save_checkpoint(str(folder), tag="step-2")
     torch.distributed.barrier()
-    return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
+    moments = {
+        f"{key} of {name}": safe_get_full_optimizer_state(param, key)
+        for name, param in engine.module.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+        if param.requires_grad
+    }
+    return moments | dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_weights_are_those_that_deepspeed_finds(
+def test_weights_and_moments_are_those_that_deepspeed_finds(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
@@ -66,6 +76,14 @@ def test_the_weights_are_those_that_deepspeed_finds(
     wanted = run_job(trained, folder)
     (folder / "result.pt").unlink()
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "step-2"), "--optimizer"]) == 0
+    model = Model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    load_checkpoint(tmp_path / "step-2", model, optimizer, convert_dtype=True)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    for name, param in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
+            assert torch.equal(optimizer.state[param][key], wanted.pop(f"{key} of {name}")), (name, key)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert wanted.keys() - found.keys() == {"tied.weight"}  # once, as the format wants it
     assert found.keys() <= wanted.keys()

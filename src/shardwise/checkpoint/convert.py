@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -74,6 +76,32 @@ def zero_to_safetensors(
     )
 
 
+def zero_to_checkpoint(source: Path, path: Path) -> None:
+    """Write a checkpoint at ``path`` with the weights of a checkpoint of DeepSpeed's ZeRO, as
+    ``zero_to_safetensors`` finds them, the state of its optimizer, and ``shared={"step": ...}``.
+
+    They are put together in a file that is mapped into memory, in the folder of ``path``.
+    """
+    folders.check_name("convert", path)
+    files = ZeroFiles(source)
+    state, groups = files.optimizer_state()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=".convert-") as folder:
+        numbers = count()
+
+        def mapped(value: Tensor) -> Tensor:
+            if value.numel() < 2:
+                return value
+            name = str(Path(folder, str(next(numbers))))
+            made = torch.from_file(name, shared=True, size=value.numel(), dtype=value.dtype)
+            return made.copy_(value.flatten()).view(value.shape)
+
+        model = {name: mapped(files.read(name)) for name in files.tensors}
+        own = {name: {key: mapped(read()) for key, read in each.items()} for name, each in state.items()}
+        optimizer = {"state": own, "param_groups": groups}
+        _write_checkpoint(path, model, optimizer=optimizer, shared={"step": files.num_steps})
+
+
 def _write(
     directory: Path,
     tensors: dict[str, Tensor],
@@ -121,6 +149,10 @@ def from_safetensors(source: Path, path: Path) -> None:
     with ExitStack() as stack:
         files = ModelFiles(source, stack)
         model = {name: files.read(name, Region.all_of(facts.shape)) for name, facts in files.facts.items()}
-        state: dict[str, Any] = {"model": model, STATES: {}, "shared": {}}
-        state[INFO] = {"world_size": 1, "optimizers": [], HAS_DIGESTS: True}
-        write(RankGroup(None), folders.absolute(path), state, keep=None, is_staged=True)
+        _write_checkpoint(path, model, shared={})
+
+
+def _write_checkpoint(path: Path, model: dict[str, Tensor], **more: Any) -> None:
+    state: dict[str, Any] = {"model": model, STATES: {}, **more}
+    state[INFO] = {"world_size": 1, HAS_DIGESTS: True}
+    write(RankGroup(None), folders.absolute(path), state, keep=None, is_staged=True)

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint of DeepSpeed's ZeRO, read without DeepSpeed.
+"""The weights in a checkpoint of DeepSpeed's ZeRO, and the state of its optimizer, read without DeepSpeed.
 
     mp_rank_00_model_states.pt                        stages 0 to 2: what the model computes with; buffers
     zero_pp_rank_R_mp_rank_00_model_states.pt         stage 3: buffers, rank R's part of frozen parameters
@@ -6,13 +6,13 @@
 
 In stages 1 and 2 the parameters of a param group lie back to back, and each rank has an equal part of that.
 In stage 3 each parameter is cut into equal parts, and those of a rank lie back to back. Parts are padded at
-the end.
+the end. The optimizer's state of a flat part is cut like the part.
 
 Seen in files of DeepSpeed 0.19.8.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,6 +27,11 @@ from shardwise.layout.fqns import clean, listed, listed_ranks
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
 _OF_STAGE_3, _OF_STAGE_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
+_OPTIMIZER_OF_STAGE_3, _OPTIMIZER_OF_STAGE_2 = "optimizer_state_dict", "base_optimizer_state"
+_OF_FUSED_ADAM = {"step", "bias_correction"}  # in param groups; torch's Adam counts steps in its state
+
+Shapes = Mapping[str, Sequence[int]]
+Read = Callable[[], Tensor]
 
 
 class _Unread:
@@ -57,7 +62,7 @@ def zero_folder(source: Path) -> Path | None:
 
 
 class ZeroFiles:
-    """A checkpoint of ZeRO: ``tensors``, on the meta device, and their values."""
+    """A checkpoint of ZeRO: ``tensors`` of the model, on the meta device, and their values."""
 
     def __init__(self, folder: Path) -> None:
         """Map the files into memory."""
@@ -69,7 +74,7 @@ class ZeroFiles:
         self._refuse_others("model_states", models, ranks if is_cut else {0})
         self._refuse_others("optim_states", optimizers, ranks if is_cut or optimizers else set())
         self._parts = [_loaded(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
-        self._reads: dict[str, Callable[[], Tensor]] = {}
+        self._reads: dict[str, Read] = {}
         self.tensors: dict[str, Tensor] = {}
         self._find()
 
@@ -93,53 +98,121 @@ class ZeroFiles:
     def _find(self) -> None:
         first, part = self._models[0], (self._parts or [{}])[0]
         tied = first.get("shared_params") or {}
-        trained = [] if first.get("param_shapes") is None or not self._parts else first["param_shapes"]
-        if _OF_STAGE_3 in part:
-            flats = [each[_OF_STAGE_3] for each in self._parts]
-            self._add_cut(flats, {name: shape for group in trained for name, shape in group.items()})
-            for name, shape in (first.get("frozen_param_shapes") or {}).items():
-                self._add_cut(
-                    [[each["frozen_param_fragments"][name]] for each in self._models], {name: shape}
-                )
-        elif _OF_STAGE_2 in part:
-            self._add_back_to_back(trained, part.get("param_alignment_paddings"))
+        self._trained: Sequence[Shapes] = (self._parts and first.get("param_shapes")) or []
+        if _OF_STAGE_3 in part or _OF_STAGE_2 in part:
+            kind = _OF_STAGE_3 if _OF_STAGE_3 in part else _OF_STAGE_2
+            for name, shape, read in self._cut([each[kind] for each in self._parts]):
+                self._add(name, shape, part[kind][0].dtype, read)
         elif part:
             raise ValueError(f"convert: {self._folder} holds optimizer states of an unknown stage of ZeRO.")
+        for name, shape in ((_OF_STAGE_3 in part and first.get("frozen_param_shapes")) or {}).items():
+            parts = [[each["frozen_param_fragments"][name]] for each in self._models]
+            (_, _, read) = next(self._each_cut(parts, {name: shape}))
+            self._add(name, shape, parts[0][0].dtype, read)
         buffers = first.get("buffer_names") or ()
         for name, value in first["module"].items():
             is_whole = isinstance(value, Tensor) and (name in buffers or _OF_STAGE_3 not in part)
             if is_whole and name not in self.tensors and name not in tied:
                 self._add(name, value.shape, value.dtype, value.clone)
 
-    def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+    def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Read) -> None:
         name = clean(name)
         self._reads[name] = read
         self.tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
 
-    def _add_cut(self, flats: Sequence[Sequence[Tensor]], shapes: dict[str, Sequence[int]]) -> None:
+    def _cut(self, flats: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Sequence[int], Read]]:
+        """What belongs to each trained parameter in ``flats``: by rank, a flat part of each group."""
+        if _OF_STAGE_3 in self._parts[0]:
+            shapes = {name: shape for group in self._trained for name, shape in group.items()}
+            yield from self._each_cut(flats, shapes)
+        else:
+            paddings = self._parts[0].get("param_alignment_paddings")
+            for index, group in enumerate(self._trained):
+                own = paddings[index] if paddings else [0] * len(group)
+                yield from self._back_to_back([each[index] for each in flats], group, own)
+
+    def _each_cut(
+        self, flats: Sequence[Sequence[Tensor]], shapes: Shapes
+    ) -> Iterator[tuple[str, Sequence[int], Read]]:
         """Parameters that are cut, each into a part for each rank; ``flats``: the parts of each rank."""
+        sizes = {name: -(-prod(shape) // len(flats)) for name, shape in shapes.items()}
+        self._refuse_short(
+            shapes, min(sum(part.numel() for part in parts) for parts in flats), sizes.values()
+        )
         offset = 0
         for name, shape in shapes.items():
-            size = -(-prod(shape) // len(flats))
-            pieces = [piece for parts in flats for piece in _stretch(parts, offset, size)]
-            self._add(name, shape, flats[0][0].dtype, partial(_joined, pieces, shape))
+            pieces = [piece for parts in flats for piece in _stretch(parts, offset, sizes[name])]
+            yield name, shape, partial(_joined, pieces, shape)
+            offset += sizes[name]
+
+    def _back_to_back(
+        self, parts: Sequence[Tensor], shapes: Shapes, paddings: Sequence[int]
+    ) -> Iterator[tuple[str, Sequence[int], Read]]:
+        """A param group whose parameters lie back to back over all ranks, each with padding behind it."""
+        sizes = [prod(shape) + padding for shape, padding in zip(shapes.values(), paddings, strict=True)]
+        needed = [*sizes[:-1], sizes[-1] - paddings[-1]] if sizes else []
+        self._refuse_short(shapes, sum(part.numel() for part in parts), needed)
+        offset = 0
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            yield name, shape, partial(_joined, list(_stretch(parts, offset, prod(shape))), shape)
             offset += size
-        if any(sum(part.numel() for part in parts) < offset for parts in flats):
+
+    def _refuse_short(self, shapes: Shapes, found: int, needed: Iterable[int]) -> None:
+        if found < sum(needed):
             raise ValueError(f"convert: {self._folder} is damaged: parts of {listed(shapes)} are too short.")
 
-    def _add_back_to_back(self, groups: Sequence[dict[str, Sequence[int]]], paddings: Any) -> None:
-        """Param groups whose parameters lie back to back over all ranks."""
-        for index, group in enumerate(groups):
-            parts = [each[_OF_STAGE_2][index] for each in self._parts]
-            own, offset = paddings[index] if paddings else [0] * len(group), 0
-            for (name, shape), padding in zip(group.items(), own, strict=True):
-                pieces = list(_stretch(parts, offset, prod(shape)))
-                self._add(name, shape, parts[0].dtype, partial(_joined, pieces, shape))
-                offset += prod(shape) + padding
-            if offset - sum(own[-1:]) > sum(part.numel() for part in parts):
-                raise ValueError(
-                    f"convert: {self._folder} is damaged: parts of {listed(group)} are too short."
-                )
+    # --- the optimizer ----------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the optimizer has taken."""
+        return int(self._models[0].get("global_steps", 0))
+
+    def optimizer_state(self) -> tuple[dict[str, dict[str, Read]], list[dict[str, Any]]]:
+        """The state of each trained parameter, by name, and the param groups, with names as ``params``."""
+        is_cut = bool(self._parts) and _OF_STAGE_3 in self._parts[0]
+        saved = [each.get(_OPTIMIZER_OF_STAGE_3 if is_cut else _OPTIMIZER_OF_STAGE_2) for each in self._parts]
+        if not saved or not all(isinstance(each, Mapping) for each in saved):
+            raise NotImplementedError(
+                f"convert: {self._folder} has no state of an optimizer as stages 1 to 3 save it, without "
+                "elastic_checkpoint. Leave out --optimizer to convert the weights."
+            )
+        groups = [dict(group) for group in saved[0]["param_groups"]]
+        for group in groups:
+            for number in group["params"] if "step" in group else ():
+                for each in saved:
+                    each["state"].setdefault(number, {}).setdefault("step", group["step"])
+            group["params"] = [clean(name) for number in group["params"] for name in self._trained[number]]
+        groups = [{k: v for k, v in group.items() if k not in _OF_FUSED_ADAM} for group in groups]
+        state: dict[str, dict[str, Read]] = {}
+        for key in dict.fromkeys(key for each in saved[0]["state"].values() for key in each):
+            numbers = range(len(self._trained))
+            values = [[each["state"].get(number, {}).get(key) for number in numbers] for each in saved]
+            for name, read in self._state_at(key, values):
+                state.setdefault(clean(name), {})[key] = read
+        return state, groups
+
+    def _state_at(self, key: str, values: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Read]]:
+        """What belongs to each trained parameter in ``values``: by rank, one for each flat part."""
+        flat = [value for each in values for value in each]
+        weights = [part for each in self._parts for part in each.get(_OF_STAGE_3, each.get(_OF_STAGE_2))]
+        first_of_last = len(flat) - len(values[-1])  # of weights, the last rank leaves out padding
+        if all(
+            isinstance(value, Tensor)
+            and value.dim() == 1
+            and (value.numel() == part.numel() or (value.numel() > part.numel() and index >= first_of_last))
+            for index, (value, part) in enumerate(zip(flat, weights, strict=True))
+        ):
+            yield from ((name, read) for name, _, read in self._cut(values))
+        elif not any(isinstance(value, Tensor) and value.dim() for value in flat):  # a number, or nothing
+            for group, value in zip(self._trained, values[0], strict=True):
+                for name in group if value is not None else ():
+                    yield name, partial(torch.tensor, float(value))
+        else:
+            raise NotImplementedError(
+                f"convert: {self._folder} has '{key}' in the optimizer's state, of other shapes than the "
+                "parameters, so it is unknown which part belongs to which. Leave out --optimizer."
+            )
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

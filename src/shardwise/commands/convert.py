@@ -2,12 +2,14 @@
 
     python -m shardwise convert run/step-1000 out --dtype bf16
     python -m shardwise convert zero/global_step1000 out
+    python -m shardwise convert zero/global_step1000 run/step-1000 --optimizer
     python -m shardwise convert out run/step-0
 
 A checkpoint is a folder with a file .metadata, from save_checkpoint or torch.distributed.checkpoint (FSDP1,
 FSDP2, torchtitan and others), or a folder of DeepSpeed's ZeRO, which is read without DeepSpeed: trained
 weights in float32, as its optimizer has them. The model is written in the form that from_pretrained and
-load_full_state_dict read; the optimizer's state is left out.
+load_full_state_dict read; the optimizer's state is left out. With --optimizer, a folder of ZeRO becomes a
+checkpoint with that state, for load_checkpoint(path, model, optimizer), which reads the others directly.
 
 Any other source is a folder, an index or a file of safetensors, and becomes a checkpoint for
 load_checkpoint(path, model). One process converts, and holds one file at a time (--shard-size).
@@ -20,7 +22,13 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.convert import MODEL_KEYS, from_safetensors, to_safetensors, zero_to_safetensors
+from shardwise.checkpoint.convert import (
+    MODEL_KEYS,
+    from_safetensors,
+    to_safetensors,
+    zero_to_checkpoint,
+    zero_to_safetensors,
+)
 from shardwise.checkpoint.zero_files import zero_folder
 from shardwise.commands import UsageError
 from shardwise.dry_run.arguments import memory_in_bytes
@@ -38,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors to it")
     parser.add_argument("--shard-size", default="1GB", help="size of a safetensors file (default 1GB)")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="from ZeRO: a checkpoint with the optimizer's state as well"
+    )
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests before reading")
 
 
@@ -61,6 +72,9 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
         raise UsageError("one process converts: run it without torchrun.")
     if source.resolve() == target.resolve():
         raise UsageError(f"{target} is the source; name another folder to write.")
+    if arguments.optimizer:
+        _convert_with_optimizer(arguments)
+        return []
     dtype, num_bytes = DTYPES.get(arguments.dtype), memory_in_bytes("convert", arguments.shard_size)
     if folders.found(source) is not None:
         verify = not arguments.no_verify
@@ -80,3 +94,19 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
         )
     from_safetensors(source, target)
     return []
+
+
+def _convert_with_optimizer(arguments: argparse.Namespace) -> None:
+    source = arguments.source
+    zero = zero_folder(source) if source.is_dir() else None
+    if zero is None:
+        raise UsageError(
+            f"--optimizer is for a folder of DeepSpeed's ZeRO, and {source} is none. load_checkpoint(path, "
+            "model, optimizer) reads the others as they are."
+        )
+    if arguments.dtype is not None or arguments.key is not None:
+        raise UsageError(
+            "--dtype and --key are for safetensors, and --optimizer writes a checkpoint. load_checkpoint can "
+            "convert dtypes (convert_dtype=True)."
+        )
+    zero_to_checkpoint(zero, arguments.target)
