@@ -120,8 +120,9 @@ def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
 
 @pytest.mark.slow
 def test_sums_over_replicas_run_beside_computation(world4: World) -> None:
+    """Except for the first all-gather, the last reduction, and the sums that begin once no products are left."""
     found = shown(world4, shardwise.compile_options(), is_hybrid=True)
-    assert_expected_inline(found, "gather 3/4; gather 2/3, reduce 3/4, sum 3/4")
+    assert_expected_inline(found, "gather 3/4; gather 2/3, reduce 3/4, sum 2/4")
 
 
 def test_megabytes_are_those_of_shard_model() -> None:

@@ -69,13 +69,14 @@ def test_reductions_are_waited_for_when_the_next_one_begins() -> None:
     )
 
 
-def test_sums_over_replicas_follow_those_over_shards() -> None:
-    assert_expected_inline(
-        ordered(
-            "c2, R2(c2), wr2(R2), A2(wr2), wa2(A2), g2(wa2), c1(c2), R1(c1), wr1(R1), A1(wr1), wa1(A1), g1(wa1)"
-        ),
-        """c2 R2 c1 wr2 A2 wa2 g2 R1 wr1 A1 wa1 g1""",
-    )
+def test_sums_over_replicas_are_waited_for_when_the_next_one_begins() -> None:
+    """Each begins when its reduction over shards has ended, and holds up no all-gather."""
+    program = BACKWARD
+    for i in "123":
+        program = program.replace(
+            f"x{i}(R{i}), g{i}(x{i})", f"wx{i}(R{i}), A{i}(wx{i}), wa{i}(A{i}), g{i}(wa{i})"
+        )
+    assert_expected_inline(ordered(program), """G3 G2 w3 c3 R3 G1 w2 c2 wx3 A3 R2 w1 c1 wa3 g3 wx2 A2 R1 wa2 g2 wx1 A1 wa1 g1""")
 
 
 def test_what_depends_on_other_collectives_stays_where_it_is() -> None:

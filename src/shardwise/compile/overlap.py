@@ -8,7 +8,8 @@ engine/forward.py does::
     ordered   all-gather 1, all-gather 2, wait 1, compute 1, all-gather 3, wait 2, compute 2 ...
 
 An all-gather begins when the one before it is about to be waited for; a reduction is waited for when the
-next one is about to begin, the last at the end. So no more than two of a kind are under way at once.
+next one is about to begin, the last at the end, and so is a sum over replicas. So no more than two of a kind
+are under way at once.
 
 Ranks must begin collectives in one order. Which that is follows from the order in the graph alone, not from
 where other steps stand: ranks of which one has fewer rows fuse and order those differently.
@@ -86,20 +87,31 @@ def one_ahead(steps: list[Step]) -> list[Step]:
             program.advance(second, program.places[wait])
     for first, second in pairwise([*program.reductions, None]):
         if (wait := program.wait_of(first)) is not None:
-            program.delay(wait, float(len(steps)) if second is None else program.places[second])
-    return program.ordered(_chain(program.collectives, program.all_gathers))
+            program.delay(wait, math.inf if second is None else program.places[second] - 0.5)
+    for first, second in pairwise([*program.sums, None]):  # each begins where its reduction was waited for
+        if (wait := program.wait_of(first)) is not None:
+            program.delay(wait, math.inf if second is None else program.wanted[second])
+    return program.ordered(_chain(program))
 
 
-def _chain(collectives: Sequence[Step], all_gathers: Sequence[Step]) -> list[Step]:
-    """``collectives`` in their order, but each of ``all_gathers`` where the one before it was."""
-    after = dict(pairwise(all_gathers))
-    found = list(all_gathers[:1])
-    for each in collectives:
-        if each not in all_gathers:
+def _chain(program: "_Program") -> list[Step]:
+    """Collectives in the order in which they begin: that of the graph, with each all-gather of parameters
+    where the one before it was, and each sum over replicas right before the next reduction.
+    """
+    after = dict(pairwise(program.all_gathers))
+    found, sums = list(program.all_gathers[:1]), []
+    for each in program.collectives:
+        if each in program.sums:
+            sums.append(each)
+            continue
+        if each in program.reductions:
+            found += sums
+            sums = []
+        if each not in program.all_gathers:
             found.append(each)
         elif each in after:
             found.append(after[each])
-    return found if all_gathers else list(collectives)
+    return found + sums
 
 
 class _Program:
@@ -108,7 +120,7 @@ class _Program:
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
         self.places: dict[Step, float] = {step: float(place) for place, step in enumerate(steps)}
-        self._wanted = dict(self.places)
+        self.wanted = dict(self.places)
         makers = {name: step for step in steps for name in dynamo.made_by(step)}
         kinds = {step: dynamo.collective_of(step) for step in steps}
         self._needs: Edges = {step: _makers_for(step, makers, kinds) for step in steps}
@@ -133,6 +145,8 @@ class _Program:
             and _reached(self._feeds[step], self._feeds).isdisjoint(others)
         ]
         """Of gradients: nothing but a sum over replicas depends on what they give."""
+        self.sums = [step for step in self.collectives if not own_needs[step].isdisjoint(self.reductions)]
+        """Of reduced gradients over replicas."""
 
     def wait_of(self, collective: Step) -> Step | None:
         """The step that waits for ``collective``."""
@@ -141,12 +155,12 @@ class _Program:
     def advance(self, step: Step, place: float) -> None:
         """Have ``step`` run right before what was at ``place``, and what it needs as well."""
         for each in _reached([step], self._needs):
-            self._wanted[each] = min(self._wanted[each], place - 0.5)
+            self.wanted[each] = min(self.wanted[each], place - 0.5)
 
     def delay(self, step: Step, place: float) -> None:
-        """Have ``step`` run right before what was at ``place``, and what needs it no earlier."""
+        """Have ``step`` run at ``place``, and what needs it no earlier."""
         for each in _reached([step], self._feeds):
-            self._wanted[each] = max(self._wanted[each], place - 0.5)
+            self.wanted[each] = max(self.wanted[each], place)
 
     def ordered(self, chain: Sequence[Step]) -> list[Step]:
         """The steps in the order wanted, as far as their needs allow; those of ``chain`` in its own."""
@@ -154,7 +168,7 @@ class _Program:
             self._needs[second].append(first)
             self._feeds[first].append(second)
         missing = {step: len(needed) for step, needed in self._needs.items()}
-        ready = [(self._wanted[step], self.places[step], step) for step in self._steps if not missing[step]]
+        ready = [(self.wanted[step], self.places[step], step) for step in self._steps if not missing[step]]
         heapq.heapify(ready)
         found: list[Step] = []
         while ready:
@@ -163,7 +177,7 @@ class _Program:
             for each in self._feeds[step]:
                 missing[each] -= 1
                 if not missing[each]:
-                    heapq.heappush(ready, (self._wanted[each], self.places[each], each))
+                    heapq.heappush(ready, (self.wanted[each], self.places[each], each))
         return found
 
 
