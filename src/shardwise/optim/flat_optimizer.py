@@ -333,7 +333,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
             "flat shards. Use the optimizer without FlatOptimizer."
         )
-    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], name_or_shape)
+    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"])
 
 
 # --- the class ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ the state of both is shown as one.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -115,12 +114,6 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients, steps: int, eps:
     return x.mT if is_tall else x
 
 
-def newton_schulz_cost(steps: int, rows: int, columns: int) -> float:
-    """Multiplications and additions of :func:`newton_schulz` on one matrix."""
-    small, large = min(rows, columns), max(rows, columns)
-    return float(steps * (4 * small * small * large + 2 * small**3))
-
-
 RowBlocks = Callable[[str, Tensor], Sequence[int] | None]
 Orthogonalize = Callable[[Tensor, Coefficients, int, float], Tensor]
 
@@ -140,12 +133,11 @@ class MuonPlan:
         for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
             if row_blocks is not None and (found := row_blocks(name, param)) is not None:
                 blocks[index] = found
-        steps = max((group["ns_steps"] for group in groups), default=1)
         self.exchange = WholeMatrices(
             self.params,
             row_blocks=blocks,
             dtype=dtype,
-            cost=partial(newton_schulz_cost, max(1, steps)),
+            cost=_products_of_a_step,
             batch_bytes=limit,
             names=self.names,
         ).exchange
@@ -157,6 +149,12 @@ class MuonPlan:
         pairs = (params, self.params), (owners, self.groups)
         is_same = all(list(map(id, now)) == list(map(id, then)) for now, then in pairs)
         return is_same and self.exchange.is_of(params)
+
+
+def _products_of_a_step(rows: int, columns: int) -> float:
+    """Multiplications and additions of a step of :func:`newton_schulz` on one matrix."""
+    small, large = min(rows, columns), max(rows, columns)
+    return float(4 * small * small * large + 2 * small**3)
 
 
 class MatrixStep:
@@ -181,19 +179,15 @@ class MatrixStep:
         """Average gradients, decay weights, and add the orthogonalised matrices."""
         self._locals = {index: dtensor.plain(self._plan.params[index]).detach() for index in self._gradients}
         self._buffers = {index: self._buffer(index) for index in self._gradients}
-        for key, some in self._by(lambda group: 1 - group["momentum"]).items():
-            foreach.lerp_([self._buffers[i] for i in some], [self._gradients[i] for i in some], key)
-        for key, some in self._by(lambda group: 1 - float(group["lr"]) * group["weight_decay"]).items():
-            foreach.mul_([self._locals[i] for i in some], key)
-        self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
-
-    def _by(self, value: Callable[[dict[str, Any]], float]) -> dict[float, list[int]]:
-        """The matrices by a value of their groups."""
-        values = {id(group): value(group) for group in self._plan.groups}
-        found: dict[float, list[int]] = {}
+        by_group: dict[int, list[int]] = {}
         for index in self._gradients:
-            found.setdefault(values[id(self._plan.groups[index])], []).append(index)
-        return found
+            by_group.setdefault(id(self._plan.groups[index]), []).append(index)
+        for some in by_group.values():
+            group = self._plan.groups[some[0]]
+            buffers, gradients = [self._buffers[i] for i in some], [self._gradients[i] for i in some]
+            foreach.lerp_(buffers, gradients, 1 - group["momentum"])
+            foreach.mul_([self._locals[i] for i in some], 1 - float(group["lr"]) * group["weight_decay"])
+        self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
 
     def _buffer(self, index: int) -> Tensor:
         """This rank's part of the average of a matrix's gradients."""
@@ -396,12 +390,7 @@ class Muon(Optimizer):
     def _add(self, group: dict[str, Any]) -> None:
         is_muon = group["algorithm"] == MUON
         defaults = self.defaults if is_muon else self._adamw_defaults
-        names = {id(_param_in(each)): _name_in(each) for each in group["params"]}
-        refuse_twice(
-            f"Muon: group {len(self.param_groups)}",
-            [*map(_param_in, group["params"])],
-            lambda param: names[id(param)] or f"a parameter of shape {tuple(param.shape)}",
-        )
+        refuse_twice(f"Muon: group {len(self.param_groups)}", [*map(_param_in, group["params"])])
         super().add_param_group({**defaults, **group})
         added = self.param_groups[-1]
         for key in {*self.defaults, *self._adamw_defaults} - {*defaults}:
@@ -435,7 +424,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The pickled and copied state: all except the plan."""
-        kept = {key: value for key, value in vars(self).items() if key.startswith("_") and key in _KEPT}
+        kept = {key: value for key, value in vars(self).items() if key in _KEPT}
         return kept | super().__getstate__() | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -572,9 +561,7 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 
 def _check_group(group: dict[str, Any], index: int) -> None:
-    params = group["params"]
-    names = [name or f"parameter {i} of group {index}" for i, name in enumerate(names_in(group))]
     if group["algorithm"] == MUON:
         _check_hyperparameters(f"Muon: group {index}", group)
-        for param, name in zip(params, names, strict=True):
+        for param, name in zip(group["params"], names_in(group, index), strict=True):
             check_matrix(param, name)

@@ -17,29 +17,26 @@ One more number per rank identifies its parameters (passed_parameters.py).
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter, methodcaller
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.groups.managed_modules import owner_of
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import device_of
 from shardwise.optim.passed_parameters import PassedAlong, PassedParameters
-from shardwise.params.parameter import DEFERRED, refuse_deferred
+from shardwise.params.parameter import refuse_deferred
 from shardwise.params.replaced_parameter import NAME
-from shardwise.torch_compat import dtensor, foreach, nn_modules
+from shardwise.torch_compat import dtensor, foreach
 
 # The host adds float32 numbers one by one: the norm of 10 million is off by 4e-4. Norms of pieces of this
 # size, combined in float64, are off by 2e-7, at the same speed. Devices work in pieces anyway.
@@ -53,85 +50,45 @@ _PLAIN_DECADES = 250.0
 GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
-@dataclass(eq=False)
-class HeldGradients:
-    """This rank's gradients of ``params``; None where it has none.
+class HeldGradient(NamedTuple):
+    """A gradient as this rank holds it.
 
-    ``locals`` are scaled and ``measured`` are measured. They are the same tensors, except where a local one
-    is only a summand of the measured gradient. ``places``: meshes and placements; None for a plain tensor.
-    Adjacent reduced gradients may be one tensor: then ``params`` has the first of their parameters.
+    ``param``: its parameter, or, where neighbouring gradients are one flat tensor, the first of theirs.
+    ``local``: what is scaled; None if this rank has none. ``measured``: the same tensor, or, if the local one
+    is only a summand of the gradient, the sum. ``place``: mesh and placements; None for a plain tensor.
     """
 
-    params: Sequence[Tensor]
-    locals: Sequence[Tensor | None]
-    measured: Sequence[Tensor | None]
-    places: Sequence[GradientPlacement | None]
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]]) -> Any:
-        """Made from a row for each gradient."""
-        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [])
+    param: Tensor
+    local: Tensor | None
+    measured: Tensor | None
+    place: GradientPlacement | None
 
 
 def gradients_in(
-    model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
-) -> HeldGradients:
-    """The gradients of all parameters in ``model``, as few tensors.
+    params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
+) -> list[HeldGradient]:
+    """The gradients of ``params``, as few tensors.
 
     The buckets determine the grouping in all common cases, so ranks that hold copies compute the same bits.
     """
-    params, buckets = _of_module(model) if isinstance(model, nn.Module) else _of_parameters(model)
-    together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
+    rest = {id(param): param for param in params}
+    buckets = dict.fromkeys(found[0] for found in map(bucket_and_index, params) if found is not None)
+    held = []
     for bucket in buckets:
         shards = bucket.sharded_gradients.shards
         keys = list(map(id, shards))
         if (
-            all(map(params.__contains__, keys))
+            all(map(rest.__contains__, keys))
             and (flat := bucket.sharded_gradients.flat_gradient()) is not None
         ):
             spec = dtensor.spec_of(shards[0])
-            together.append((shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
-            passed.add(spec.mesh, map(_fqn, bucket.params))
-            deque(map(params.pop, keys), maxlen=0)
-    rest = list(params.values())
-    note_passed(rest, passed)
-    joint, others = HeldGradients.of(together), held_gradients(rest, passed.caller, name_of)
-    if not others.params:
-        return joint  # type: ignore[no-any-return]
-    pairs = zip(vars(joint).values(), vars(others).values(), strict=True)
-    return HeldGradients(*([*own, *more] for own, more in pairs))
-
-
-def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
-    kind = type(model)
-    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
-        return _of_parameters(list(model.parameters()))  # the class overrides the walk over modules
-    modules = modules_in(model)
-    registered = chain.from_iterable(map(_values, map(_registered, modules)))
-    params: dict[int, Tensor] = {id(param): param for param in registered if param is not None}
-    owners = [owner for module in modules if (owner := owner_of(module)) is not None]
-    groups = dict.fromkeys(owner.group for owner in owners)
-    return params, [bucket for group in groups for bucket in group.buckets]
-
-
-def _of_parameters(given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
-    params = {id(param): param for param in given}
-    found = [bucket_and_index(param) for param in params.values()]
-    return params, list(dict.fromkeys(each[0] for each in found if each is not None))
-
-
-def modules_in(model: nn.Module) -> list[nn.Module]:
-    """Like ``model.modules()`` in a fifth of the time: each module once, parents first."""
-    found: dict[nn.Module, None] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting += [
-                inner for inner in reversed(nn_modules.children(module).values()) if inner is not None
-            ]
-    return list(found)
+            held.append(HeldGradient(shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
+            passed.add(spec.mesh, [param.fqn for param in bucket.params])
+            for key in keys:
+                del rest[key]
+    others = list(rest.values())
+    note_passed(others, passed)
+    return held + held_gradients(others, [param.grad for param in others], passed.caller, name_of)
 
 
 def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
@@ -140,12 +97,6 @@ def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
         if isinstance(tensor, DTensor):
             name = vars(tensor).get(NAME) or f"one of shape {tuple(tensor.shape)}"
             passed.add(dtensor.spec_of(tensor).mesh, [name])
-
-
-def held_gradients(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks."""
-    gradients = list(map(_gradient, params))
-    return _all_as_their_parameters(params, gradients) or _one_by_one(params, gradients, caller, name_of)
 
 
 def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -> None:
@@ -157,43 +108,17 @@ def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -
         )
 
 
-def held_tensors(tensors: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """Any ``tensors``, as if they were gradients. Pending sums are redistributed, one by one."""
-    for tensor in tensors:
-        refuse_meta(caller, tensor, name_of)
-    return _one_by_one(tensors, tensors, caller, name_of)
-
-
-_fqn = attrgetter("fqn")
-_registered, _values = nn_modules.parameters, methodcaller("values")
-_gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
-
-
-def _all_as_their_parameters(params: Sequence[Tensor], gradients: Sequence[Any]) -> HeldGradients | None:
-    """The common case, in C loops: every gradient is a DTensor placed as its parameter."""
-    if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
-        return None
-    specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
-    ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
-    kinds = list(zip(*ids, strict=True))
-    places: dict[Any, GradientPlacement] = {}
-    alike: dict[GradientPlacement, GradientPlacement] = {}
-    for kind, index in dict(zip(kinds, range(len(kinds)), strict=True)).items():
-        place = own[index].mesh, own[index].placements
-        if specs[index].mesh is not place[0] or place[1] != without_sums(specs[index].placements):
-            return None
-        places[kind] = alike.setdefault(place, place)
-    locals_ = list(map(dtensor.local_tensor, gradients))
-    return HeldGradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
-
-
-def _one_by_one(
+def held_gradients(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     caller: str,
     name_of: Callable[[Tensor], str],
-) -> HeldGradients:
-    found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
+) -> list[HeldGradient]:
+    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks.
+
+    Pending sums are redistributed, one by one.
+    """
+    found = []
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             _check_gradient(param, gradient, caller, name_of)
@@ -207,8 +132,8 @@ def _one_by_one(
             place = placed.device_mesh, without_sums(placed.placements)
             if isinstance(gradient, DTensor) and gradient.placements != place[1]:
                 measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
-        found.append((param, local, measured, place))
-    return HeldGradients.of(found)  # type: ignore[no-any-return]
+        found.append(HeldGradient(param, local, measured, place))
+    return found
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -322,12 +247,12 @@ class NormPlan:
     A *column* is a kind of placement. ``members`` has the indices of the gradients in each.
     """
 
-    def __init__(self, gradients: HeldGradients, passed: PassedParameters, first: Tensor | None) -> None:
+    def __init__(
+        self, gradients: Sequence[HeldGradient], passed: PassedParameters, first: Tensor | None
+    ) -> None:
         """``first``: the first of all parameters, if any."""
         self._passed = passed
-        kinds_of = list(map(id, gradients.places))
-        distinct = dict(zip(kinds_of, gradients.places, strict=True))
-        places = list(dict.fromkeys(distinct.values()))
+        places = list(dict.fromkeys(gradient.place for gradient in gradients))
         if len(places) > 1:  # alike on all ranks
             places.sort(key=lambda p: (p[0].mesh_dim_names or (), tuple(p[0].shape), str(p[1])) if p else ())
         meshes = {
@@ -346,9 +271,10 @@ class NormPlan:
         self.columns = list(dict.fromkeys(kinds.values()))
         # What to call those in a column whose names no mesh has.
         self.labels: list[Sequence[str]] = [[_OTHERS]] * len(self.columns)
-        index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
-        column_of = list(map(index_of.__getitem__, kinds_of))
-        self.members = [[i for i, own in enumerate(column_of) if own == c] for c in range(len(self.columns))]
+        self.members: list[list[int]] = [[] for _ in self.columns]
+        index_of = {place: self.columns.index(column) for place, column in kinds.items()}
+        for index, gradient in enumerate(gradients):
+            self.members[index_of[gradient.place]].append(index)
         # Where ranks exchange norms: the device of the mesh, even if gradients are in host memory.
         on_host = torch.device("cpu") if first is None else dtensor.plain(first).device
         self.device = next((device_of(mesh) for mesh in meshes), on_host)
@@ -404,11 +330,13 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     return found.reshape(world, *own.shape)
 
 
-def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreach: bool = True) -> Tensor:
+def total_norm(
+    gradients: Sequence[HeldGradient], plan: NormPlan, power: float, is_foreach: bool = True
+) -> Tensor:
     """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
     own = []
     for indices in plan.members:
-        norms = _norms_of_pieces([gradients.measured[i] for i in indices], power, is_foreach)
+        norms = _norms_of_pieces([gradients[i].measured for i in indices], power, is_foreach)
         own.append(norm_of(stacked(norms, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)

@@ -501,26 +501,25 @@ def name_or_shape(param: Tensor) -> str:
     return known_name(param) or f"a parameter of shape {tuple(param.shape)}"
 
 
-def names_in(group: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters of a group; "" if unknown."""
-    return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]
+def names_in(group: Mapping[str, Any], index: int) -> list[str]:
+    """The names of the parameters of a group, or where they are."""
+    names = group.get("param_names") or map(known_name, group["params"])
+    return [clean(name) or f"parameter {place} of group {index}" for place, name in enumerate(names)]
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of the parameters of all groups."""
-    return [
-        name or f"parameter {place} of group {index}"
-        for index, group in enumerate(groups)
-        for place, name in enumerate(names_in(group))
-    ]
+    return [name for index, group in enumerate(groups) for name in names_in(group, index)]
 
 
-def refuse_twice(where: str, params: Sequence[Any], name_of: Callable[[Any], str]) -> None:
+def refuse_twice(where: str, params: Sequence[Any]) -> None:
     """Refuse a parameter that is twice in the group ``where``, of which torch only warns."""
     seen: set[int] = set()
     for param in params:
         if id(param) in seen:
-            raise ValueError(f"{where} has {name_of(param)} twice, and would step it twice. Leave one out.")
+            raise ValueError(
+                f"{where} has {name_or_shape(param)} twice, and would step it twice. Leave one out."
+            )
         seen.add(id(param))
 
 
