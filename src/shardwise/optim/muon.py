@@ -7,8 +7,7 @@ the state of both is shown as one.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -338,7 +337,8 @@ class Muon(Optimizer):
         self._adamw_defaults = _defaults_of_adamw(adamw)
         self._adamw: FlatOptimizer | None = None
         self._plan: MuonPlan | None = None
-        self._own_state: Any = defaultdict(dict)
+        self._own_state: Any = {}  # of matrices, while nothing is shown
+        self._shown: Any = None
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -412,15 +412,28 @@ class Muon(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Any:
-        """State by parameter, of matrices and of others."""
-        return _JointState(self._own_state, self._adamw)
+        """State by parameter, of matrices and of others, valid until the next step."""
+        if self._shown is None:
+            others = {} if self._adamw is None else self._adamw.state
+            self._shown = defaultdict(dict, {**self._own_state, **others})
+        return self._shown
 
     @state.setter
     def state(self, state: Any) -> None:
-        others = _params_of(self._adamw)
-        self._own_state = defaultdict(dict, {k: v for k, v in state.items() if k not in others})
+        self._shown = state
+
+    def _take_shown(self) -> None:
+        """Divide a state that was shown or set, and may have been changed."""
+        if self._shown is None:
+            return
+        shown, self._shown = self._shown, None
+        groups = [] if self._adamw is None else self._adamw.param_groups
+        others = {param for group in groups for param in group["params"]}
+        self._own_state = defaultdict(dict, {k: v for k, v in shown.items() if k not in others})
         if self._adamw is not None:
-            self._adamw.state = defaultdict(dict, {k: v for k, v in state.items() if k in others})
+            adamw = self._adamw.state  # not replaced, so that it knows its views again
+            adamw.clear()
+            adamw.update({k: v for k, v in shown.items() if k in others})
 
     def __getstate__(self) -> dict[str, Any]:
         """The pickled and copied state: all except the plan."""
@@ -463,6 +476,7 @@ class Muon(Optimizer):
                 loss = closure()
         if self._plan is None or not self._plan.is_of(self._matrix_groups()):
             self._plan = self._make_plan()
+        self._take_shown()
         matrices = MatrixStep(self._plan, self._own_state, self._orthogonalize)
         with monitor_of_job().call("Muon.step", self._plan.exchange.axes):
             if self._adamw is not None:  # first: it refuses before it changes anything
@@ -478,45 +492,6 @@ class Muon(Optimizer):
 
 
 _KEPT = {"_is_matrix", "_row_blocks", "_iteration_dtype", "_orthogonalize", "_batch_bytes", "_adamw_defaults"}
-
-
-class _JointState(MutableMapping[Any, Any]):
-    """The state of matrices and that of AdamW, as one dict by parameter."""
-
-    def __init__(self, own: Any, adamw: FlatOptimizer | None) -> None:
-        self._own = own
-        self._adamw: Any = {} if adamw is None else adamw.state
-        self._others = _params_of(adamw)
-
-    def _of(self, param: Any) -> Any:
-        return self._adamw if param in self._others else self._own
-
-    def __getitem__(self, param: Any) -> Any:
-        return self._of(param)[param]
-
-    def __setitem__(self, param: Any, state: Any) -> None:
-        self._of(param)[param] = state
-
-    def __delitem__(self, param: Any) -> None:
-        del self._of(param)[param]
-
-    def __contains__(self, param: Any) -> bool:
-        return param in self._of(param)
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        """Look up without making an entry."""
-        return self._of(param).get(param, default)
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain(self._own, self._adamw)
-
-    def __len__(self) -> int:
-        return len(self._own) + len(self._adamw)
-
-
-def _params_of(optimizer: Optimizer | None) -> set[Tensor]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return set(chain.from_iterable(group["params"] for group in groups))
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ One more number per rank identifies its parameters (passed_parameters.py).
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -225,20 +224,11 @@ Combine = Callable[[Tensor], Tensor]
 _OTHERS = "plain parameters or some on other meshes"
 
 
-@dataclass(frozen=True)
-class _MeshDim:
-    """The ranks along a dimension of a mesh; equal for slices of one mesh."""
+class _Column(NamedTuple):
+    """One kind of gradients: the groups of ranks that it is split over, and those in which it may differ."""
 
-    name: str
-    pg: dist.ProcessGroup = field(compare=False)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One kind of gradients: the mesh dimensions that split it, and those along which it may differ."""
-
-    split: frozenset[_MeshDim]
-    unknown: frozenset[_MeshDim]
+    split: frozenset[dist.ProcessGroup]
+    unknown: frozenset[dist.ProcessGroup]
 
 
 class NormPlan:
@@ -256,16 +246,16 @@ class NormPlan:
         if len(places) > 1:  # alike on all ranks
             places.sort(key=lambda p: (p[0].mesh_dim_names or (), tuple(p[0].shape), str(p[1])) if p else ())
         meshes = {
-            mesh: _axes_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
+            mesh: _groups_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
         }
-        agreeing, covering = _axes_to_agree_over(meshes, None in places)
+        agreeing, covering = _groups_to_agree(meshes, None in places)
         kinds: dict[GradientPlacement | None, _Column] = {}
         for place in places:
             if place is None:
                 kinds[place] = _Column(frozenset(), frozenset(agreeing))
                 continue
             mesh, placements = place
-            split = (axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate())
+            split = (pg for dim, pg in meshes[mesh].items() if not placements[dim].is_replicate())
             unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
             kinds[place] = _Column(frozenset(split), frozenset(unknown))
         self.columns = list(dict.fromkeys(kinds.values()))
@@ -278,9 +268,9 @@ class NormPlan:
         # Where ranks exchange norms: the device of the mesh, even if gradients are in host memory.
         on_host = torch.device("cpu") if first is None else dtensor.plain(first).device
         self.device = next((device_of(mesh) for mesh in meshes), on_host)
-        concerned = {axis for column in self.columns for axis in column.split | column.unknown}
-        everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
-        self._axes = [axis for axis in everywhere if axis in concerned]
+        concerned = {pg for column in self.columns for pg in column.split | column.unknown}
+        everywhere = dict.fromkeys(pg for groups in meshes.values() for pg in groups.values())
+        self._groups = [pg for pg in everywhere if pg in concerned]
 
     def over_ranks(
         self, columns: Sequence[Tensor], combine: Combine, choose: Combine, room: int = 0
@@ -293,19 +283,15 @@ class NormPlan:
         than this.
         """
         columns = list(columns)
-        for axis in self._axes:
-            taking = [
-                index
-                for index, column in enumerate(self.columns)
-                if axis in column.split or axis in column.unknown
-            ]
+        for pg in self._groups:
+            taking = [i for i, (split, unknown) in enumerate(self.columns) if pg in split or pg in unknown]
             own = torch.cat([columns[index] for index in taking])
-            others = [name for i in taking if axis in self.columns[i].unknown for name in self.labels[i]]
-            passed = self._passed.along(axis.pg, others, is_on_host=room > 0 or own.device.type == "cpu")
-            all_of_them = _from_all_ranks(own, passed, axis.pg, room)
+            others = [name for i in taking if pg in self.columns[i].unknown for name in self.labels[i]]
+            passed = self._passed.along(pg, others, is_on_host=room > 0 or own.device.type == "cpu")
+            all_of_them = _from_all_ranks(own, passed, pg, room)
             lengths = [len(columns[index]) for index in taking]
             for index, of_ranks in zip(taking, all_of_them.split(lengths, dim=1), strict=True):
-                columns[index] = (combine if axis in self.columns[index].split else choose)(of_ranks)
+                columns[index] = (combine if pg in self.columns[index].split else choose)(of_ranks)
         return columns
 
 
@@ -345,18 +331,17 @@ def total_norm(
     return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
 
 
-def _axes_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, _MeshDim]:
-    """The mesh dimensions with more than one rank, by index."""
+def _groups_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, dist.ProcessGroup]:
+    """The process groups of the mesh dimensions with more than one rank, by index."""
     if mesh.get_coordinate() is None:
         return {}
-    groups = {dim: passed.group_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
-    return {dim: _MeshDim(pg.group_name, pg) for dim, pg in groups.items()}
+    return {dim: passed.group_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
 
 
-def _axes_to_agree_over(
-    meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
-) -> tuple[list[_MeshDim], list[DeviceMesh]]:
-    """Axes that reach all ranks, and the meshes whose own axes do: parameters there are the same for all
+def _groups_to_agree(
+    meshes: dict[DeviceMesh, dict[int, dist.ProcessGroup]], has_plain: bool
+) -> tuple[list[dist.ProcessGroup], list[DeviceMesh]]:
+    """Groups that reach all ranks, and the meshes whose own groups do: parameters there are the same for all
     ranks.
     """
     if len(meshes) < 2 and not has_plain:
@@ -366,4 +351,4 @@ def _axes_to_agree_over(
     covering = [mesh for mesh in meshes if ranks[mesh] == everyone]
     if covering:
         return list(min((meshes[mesh] for mesh in covering), key=len).values()), covering
-    return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
+    return list(dict.fromkeys(pg for groups in meshes.values() for pg in groups.values())), []
