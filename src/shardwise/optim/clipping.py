@@ -48,8 +48,7 @@ def clip_grad_norm_(
             element (the host reads it, and waits for it on a device).
         norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is infinite or NaN. Waits for the norm.
-        foreach: False computes tensor by tensor. None and True use torch's functions of lists of tensors;
-            the results are the same.
+        foreach: accepted as by torch; gradients of one device and dtype are always scaled together.
 
     Returns:
         The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
@@ -99,13 +98,13 @@ def clip_grad_norm_(
         passed = PassedParameters(caller)
         gradients = gradients_in(params, passed, name_of)
         plan = NormPlan(gradients, passed, next(iter(params), None))
-        total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
+        total = total_norm(gradients, plan, power).to(_dtype_of_result(gradients))
         if error_if_nonfinite and not total.isfinite():
             bad = [name_of(param) for param in params if not _is_finite(param.grad)]
             raise RuntimeError(_message_about_nonfinite(total, power, bad))
         if limit < math.inf:
             present = [gradient.local for gradient in gradients if gradient.local is not None]
-            _scale(present, limit, total, foreach is not False)
+            _scale(present, limit, total)
         return total
 
 
@@ -164,7 +163,7 @@ def _dtype_of_result(gradients: Sequence[HeldGradient]) -> torch.dtype:
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
-def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
+def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor) -> None:
     """Multiply by ``limit / total`` if that is below 1, without waiting for a device."""
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1:
@@ -174,8 +173,7 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
-        for some in [members] if is_foreach else [[tensor] for tensor in members]:
-            foreach.mul_(some, factors[device])
+        foreach.mul_(members, factors[device])
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

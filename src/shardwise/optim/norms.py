@@ -158,7 +158,7 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
 # --- norms on this rank ---------------------------------------------------------------------------
 
 
-def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float, is_foreach: bool) -> list[Tensor]:
+def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float) -> list[Tensor]:
     """The norms of the pieces of all tensors; an empty tensor has none."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for piece in chain.from_iterable(_pieces(tensor) for tensor in tensors if tensor is not None):
@@ -171,8 +171,7 @@ def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float, is_foreach:
         if _LARGEST_PLAIN_POWER < power < math.inf:
             norms += [norm_of(piece.to(summed), power) for piece in pieces]
             continue
-        for some in [pieces] if is_foreach else [[piece] for piece in pieces]:
-            norms += foreach.norm(some, power, dtype=summed)
+        norms += foreach.norm(pieces, power, dtype=summed)
     return norms
 
 
@@ -278,9 +277,8 @@ class NormPlan:
         """Each column over all ranks, from this rank's, whose first dimension is the same on all of them.
 
         ``combine``: those of ranks that hold different parts, stacked on dim 0; ``choose``: of those that may
-        hold different things. ``room``: how many numbers a rank sends at least. If lists of parameters that
-        differ make columns of different lengths, the ranks still find out: they compare before they send more
-        than this.
+        hold different things. ``room``: how many numbers a rank sends before names are compared: lists of
+        parameters that differ may make columns of different lengths.
         """
         columns = list(columns)
         for pg in self._groups:
@@ -316,13 +314,11 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     return found.reshape(world, *own.shape)
 
 
-def total_norm(
-    gradients: Sequence[HeldGradient], plan: NormPlan, power: float, is_foreach: bool = True
-) -> Tensor:
+def total_norm(gradients: Sequence[HeldGradient], plan: NormPlan, power: float) -> Tensor:
     """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
     own = []
     for indices in plan.members:
-        norms = _norms_of_pieces([gradients[i].measured for i in indices], power, is_foreach)
+        norms = _norms_of_pieces([gradients[i].measured for i in indices], power)
         own.append(norm_of(stacked(norms, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)

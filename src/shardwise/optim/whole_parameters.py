@@ -352,7 +352,8 @@ class WholeParameters(Optimizer):
         instance = self._instance(key, wholes)
         try:
             instance.take(wholes, self.param_groups, self.state)
-            return instance.step(self.param_groups)
+            _, changes = instance.step(self.param_groups)
+            return changes
         finally:
             instance.give(wholes, self.state)
 
@@ -385,8 +386,6 @@ class WholeParameters(Optimizer):
             else:
                 instance = self._instance((0, 0), wholes)
                 outcome = shared.step(instance, wholes, self.param_groups, self.state)
-        if isinstance(outcome, Exception):
-            raise outcome
         loss, changes = outcome
         self._take_changes(changes)
         return loss
@@ -408,7 +407,6 @@ class _Instance:
         state: Any,
         beside: Mapping[Any, Any],
     ) -> None:
-        self.loss: Any = None
         self._params = {index: params[index] for index in sorted(wholes)}
         self._own: dict[int, nn.Parameter] = {}
         own_groups: dict[int, dict[str, Any]] = {}
@@ -448,17 +446,17 @@ class _Instance:
         for index, (_, gradient) in wholes.items():
             self._own[index].grad = gradient
 
-    def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
-        """Step; return the class's changes to its param groups."""
+    def step(
+        self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None
+    ) -> tuple[Any, Changes]:
+        """Step; return the loss, and the class's changes to its param groups."""
         own_groups = self._optimizer.param_groups
-        params = [list(group["params"]) for group in own_groups]
-        self.loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
-        name = type(self._optimizer).__name__
-        if [list(map(id, group["params"])) for group in own_groups] != [
-            list(map(id, some)) for some in params
-        ]:
+        params = [id(param) for group in own_groups for param in group["params"]]
+        loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
+        if [id(param) for group in own_groups for param in group["params"]] != params:
+            name = type(self._optimizer).__name__
             raise TypeError(f"{STEP}: {name} has replaced parameters by other objects.")
-        return {
+        return loss, {
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
                 for key, value in _hyperparameters(group).items()
@@ -525,7 +523,10 @@ Wholes = dict[int, tuple[Tensor, Tensor | None]]
 
 
 class _SharedClosure:
-    """A closure that the owner of all parameters evaluates as often as it likes, on all ranks."""
+    """A closure that the owner of all parameters evaluates as often as it likes, on all ranks.
+
+    If the owner raises, the failure monitor ends the wait of the others.
+    """
 
     def __init__(
         self,
@@ -539,7 +540,6 @@ class _SharedClosure:
         self._make_shards = partial(_Shards, params, names)
         self._closure = closure
         self._rank_group = RankGroup(axes[0].pg if axes else None)
-        self._is_evaluating = False
 
     def gather(self) -> Wholes:
         """The current parameters and gradients on the owner; nothing on other ranks."""
@@ -548,42 +548,29 @@ class _SharedClosure:
         return self._shards.wholes(self._stacks)
 
     def step(self, instance: _Instance, wholes: Wholes, groups: Sequence[dict[str, Any]], state: Any) -> Any:
-        """On the owner: step. Returns the loss and the changes to param groups, or an error."""
-        outcome: Any
-        told: Any
+        """On the owner: step. Returns the loss and the changes to param groups."""
         stacks = self._stacks
 
         def evaluate() -> Any:
-            self._is_evaluating = True
             instance.leave_values(wholes)
             self._tell(None, stacks)
             loss = self._evaluated()
             instance.set_gradients(self.gather())
-            self._is_evaluating = False
             return loss
 
         try:
             instance.take(wholes, groups, state)
-            changes = instance.step(groups, evaluate)
-            outcome = told = instance.loss, changes
-        except Exception as error:
-            if self._is_evaluating:  # the other ranks are not waiting for the outcome
-                raise
-            outcome = error
-            told = RuntimeError(f"{STEP}: on the owner of all: {type(error).__name__}: {error}")
+            outcome = instance.step(groups, evaluate)
         finally:
             instance.give(wholes, state)
-        self._tell(told, stacks)
-        return outcome
+        return self._tell(outcome, stacks)
 
     def evaluate_with_owner(self) -> Any:
         """On the other ranks: evaluate until the owner's step ends. Returns its outcome."""
-        while True:
-            outcome = self._tell(None, [])
-            if outcome is not None:
-                return outcome
+        while (outcome := self._tell(None, [])) is None:
             self._evaluated()
             self.gather()
+        return outcome
 
     def _tell(self, outcome: Any, stacks: list[Stack]) -> Any:
         """Send all ranks the outcome, None before the end, and the values of parameters."""
