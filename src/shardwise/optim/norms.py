@@ -170,8 +170,8 @@ def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float) -> list[Ten
         summed = torch.promote_types(torch.promote_types(dtype, least), torch.float32)
         if _LARGEST_PLAIN_POWER < power < math.inf:
             norms += [norm_of(piece.to(summed), power) for piece in pieces]
-            continue
-        norms += foreach.norm(pieces, power, dtype=summed)
+        else:
+            norms += foreach.norm(pieces, power, dtype=summed)
     return norms
 
 
