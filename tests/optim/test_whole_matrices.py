@@ -288,7 +288,7 @@ ValueError: bad has the layout torch.sparse_coo; only dense tensors are supporte
 ValueError: tensor 0: its row blocks are (3, 2), where positive numbers that add up to its 4 rows (shape (4, 4)) are expected.
 ValueError: WholeMatrices: batch_bytes is 0; pass a number of bytes above 0.
 ValueError: WholeMatrices: 2 tensors were passed, but the plan was made for 1. Make another plan for other tensors.
-ValueError: tensor 0 has shape (4, 4), placements (Shard(dim=1),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), but the plan was made for shape (4, 4), placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)). Make another plan for other tensors.
+ValueError: WholeMatrices: tensor 0: shape, placements or device differ from the plan. Make another plan for other tensors.
 ValueError: the function of whole matrices returned (1, 3, 2) for 1 matrices of shape (2, 3); it has to return as many of that shape: (1, 2, 3).""",
     )
 

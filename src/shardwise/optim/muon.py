@@ -519,8 +519,6 @@ def _defaults_of_adamw(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"{where}: lr is a tensor of {group['lr'].numel()} elements; pass one number.")
     for name in ("lr", "momentum", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{where}: {name} is {group[name]}; it must be at least 0.")

@@ -520,11 +520,6 @@ def check_divisible(tensor: Tensor, name: str) -> None:
     if local.layout is not torch.strided:
         raise ValueError(f"{name} has the layout {local.layout}; only dense tensors are supported.")
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            raise ValueError(
-                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}. This rank "
-                "is not one of them and has no part of it. Leave it out on this rank."
-            )
         try:
             sharding_of(tensor)
         except ValueError as error:
@@ -540,10 +535,6 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
     if dtensor.plain(gradient).layout is not torch.strided:
         raise TypeError(f"{name}: .grad is sparse, and {why}. Use a dense gradient.")
     if not isinstance(param, DTensor):
-        if isinstance(gradient, DTensor):
-            raise TypeError(
-                f"{name}: .grad is a DTensor, where a plain one is expected, as the parameter is."
-            )
         return gradient.detach()
     return dtensor.local_tensor(placed_gradient(param, name)).detach()
 

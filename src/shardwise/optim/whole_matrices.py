@@ -172,15 +172,15 @@ class WholeMatrices:
         return list(map(dtensor.placed_as, tensors, results))
 
     def _unlike(self, tensors: Sequence[Tensor]) -> Exception | None:
+        names, forms = self.exchange.names, self.exchange.forms
         if self.exchange.is_of(tensors):
             return None
-        forms = zip(map(form_of, tensors), self.exchange.forms, self.exchange.names, strict=False)
-        unlike = [name for found, planned, name in forms if found != planned]
-        what = f"{listed(unlike, 4)} in other shapes or placements" if unlike else f"{len(tensors)} tensors"
-        return ValueError(
-            f"WholeMatrices: {what} passed, but the plan was made for {len(self.exchange.names)} tensors of "
-            "certain shapes and placements. Make another plan for other tensors."
-        )
+        what = f"{len(tensors)} tensors were passed, but the plan was made for {len(names)}"
+        if len(tensors) == len(names):
+            found = zip(names, forms, map(form_of, tensors), strict=True)
+            unlike = [name for name, planned, form in found if form != planned]
+            what = f"{listed(unlike, 4)}: shape, placements or device differ from the plan"
+        return ValueError(f"WholeMatrices: {what}. Make another plan for other tensors.")
 
 
 def on_stacks(function: MatrixFunction) -> Callable[[RoundKey, list[Stack]], list[Tensor]]:

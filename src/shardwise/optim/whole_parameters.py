@@ -278,10 +278,6 @@ class WholeParameters(Optimizer):
         kept = {k: v for k, v in self.state.items() if not isinstance(k, Tensor) or self.owns(k)}
         self.state = defaultdict(dict, kept)
 
-    def __repr__(self) -> str:
-        name = f"WholeParameters of {self.optimizer_class.__name__}"
-        return super().__repr__().replace("WholeParameters", name, 1)
-
     # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
