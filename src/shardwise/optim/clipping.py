@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from shardwise.arguments import check_type, describe
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.norms import (
-    HeldGradient,
-    NormPlan,
     gradients_in,
     held_gradients,
     note_passed,
@@ -97,8 +95,7 @@ def clip_grad_norm_(
         name_of = partial(_name_of, given if isinstance(given, nn.Module) else params)
         passed = PassedParameters(caller)
         gradients = gradients_in(params, passed, name_of)
-        plan = NormPlan(gradients, passed, next(iter(params), None))
-        total = total_norm(gradients, plan, power).to(_dtype_of_result(gradients))
+        total = total_norm(gradients, passed, power)
         if error_if_nonfinite and not total.isfinite():
             bad = [name_of(param) for param in params if not _is_finite(param.grad)]
             raise RuntimeError(_message_about_nonfinite(total, power, bad))
@@ -147,20 +144,10 @@ def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0
         refuse_meta(caller, tensor, name_of)
     held = held_gradients(given, given, caller, name_of)
     note_passed(given, passed)
-    plan = NormPlan(held, passed, next(iter(given), None))
-    return total_norm(held, plan, power).to(_dtype_of_result(held))
+    return total_norm(held, passed, power)
 
 
 # --- scaling and errors ---------------------------------------------------------------------------
-
-
-def _dtype_of_result(gradients: Sequence[HeldGradient]) -> torch.dtype:
-    """The same on all ranks: a missing gradient counts with the dtype that it would have."""
-    dtypes = {
-        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
-        for param, _, measured, _ in gradients
-    }
-    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
 def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor) -> None:

@@ -236,10 +236,7 @@ class NormPlan:
     A *column* is a kind of placement. ``members`` has the indices of the gradients in each.
     """
 
-    def __init__(
-        self, gradients: Sequence[HeldGradient], passed: PassedParameters, first: Tensor | None
-    ) -> None:
-        """``first``: the first of all parameters, if any."""
+    def __init__(self, gradients: Sequence[HeldGradient], passed: PassedParameters) -> None:
         self._passed = passed
         places = list(dict.fromkeys(gradient.place for gradient in gradients))
         if len(places) > 1:  # alike on all ranks
@@ -265,8 +262,8 @@ class NormPlan:
         for index, gradient in enumerate(gradients):
             self.members[index_of[gradient.place]].append(index)
         # Where ranks exchange norms: the device of the mesh, even if gradients are in host memory.
-        on_host = torch.device("cpu") if first is None else dtensor.plain(first).device
-        self.device = next((device_of(mesh) for mesh in meshes), on_host)
+        own = dtensor.plain(gradients[0].param).device if gradients else torch.device("cpu")
+        self.device = next((device_of(mesh) for mesh in meshes), own)
         concerned = {pg for column in self.columns for pg in column.split | column.unknown}
         everywhere = dict.fromkeys(pg for groups in meshes.values() for pg in groups.values())
         self._groups = [pg for pg in everywhere if pg in concerned]
@@ -314,17 +311,28 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     return found.reshape(world, *own.shape)
 
 
-def total_norm(gradients: Sequence[HeldGradient], plan: NormPlan, power: float) -> Tensor:
-    """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
-    own = []
+def total_norm(gradients: Sequence[HeldGradient], passed: PassedParameters, power: float) -> Tensor:
+    """The norm of all ``gradients`` over all ranks, without dimensions."""
+    plan, own = NormPlan(gradients, passed), []
     for indices in plan.members:
         norms = _norms_of_pieces([gradients[i].measured for i in indices], power)
         own.append(norm_of(stacked(norms, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)
     if len(of_kinds) == 1:
-        return of_kinds[0][0]
-    return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
+        total = of_kinds[0][0]
+    else:
+        total = norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
+    return total.to(_dtype_of_result(gradients))
+
+
+def _dtype_of_result(gradients: Sequence[HeldGradient]) -> torch.dtype:
+    """The same on all ranks: a missing gradient counts with the dtype that it would have."""
+    dtypes = {
+        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
+        for param, _, measured, _ in gradients
+    }
+    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
 def _groups_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, dist.ProcessGroup]:

@@ -206,7 +206,7 @@ def _rows_over_ranks(
         passed.add(mesh, [arguments])
     for name, mesh in meshes.items():
         passed.add(mesh, [name])
-    plan = NormPlan(held, passed, held[0].param if held else None)
+    plan = NormPlan(held, passed)
     members = [sorted(indices, key=names.__getitem__) for indices in plan.members]  # may differ by rank
     plan.labels = [[names[index] for index in indices] for indices in members]
     own = _rows(held, plan.device, edges)
