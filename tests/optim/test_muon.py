@@ -133,7 +133,8 @@ class TiedModel(Model):
 
 
 def model_in(way: Way) -> Any:
-    return way.spread(built(TiedModel if way.build == "tied" else Model, seed=0))
+    model = built(TiedModel if way.build == "tied" else Model, seed=0)
+    return model if way.kind == "none" else way.spread(model)
 
 
 PLAIN = Way(1, "none")
