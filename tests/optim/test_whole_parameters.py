@@ -722,11 +722,6 @@ def pick(usual: Any, other: Any) -> Any:
     return other if dist.get_rank() else usual
 
 
-def same_parameter_in_two_groups() -> Any:
-    weight = Way(2).model().inlet.weight
-    of({"params": [weight]}, {"params": [weight]})
-
-
 def norms_of_a_later_group() -> Any:
     model = Way(2).model()
     groups = [{"params": model.inlet.parameters()}, {"params": model.outlet.parameters(), "normed": True}]
@@ -778,10 +773,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "class is no optimizer": lambda: of(kind=nn.Linear),
     "instance for class": lambda: of(kind=torch.optim.SGD([torch.ones(1)], lr=0.1)),
     "itself": lambda: of(kind=WholeParameters),
-    "unknown option of torch": lambda: of(kind=torch.optim.Adafactor, momentum=0.9),
     "bad value of an option": lambda: of(kind=torch.optim.Adafactor, lr=-1.0),
-    "nothing at all": lambda: WholeParameters(Shampoo, []),
-    "one parameter twice": same_parameter_in_two_groups,
     "a negative batch": lambda: of(batch_bytes=-1),
     "owners of several meshes": lambda: of(
         *Way(2, "blocks only").model().parameters(), kind=Normed, single_owner=True
@@ -820,18 +812,8 @@ ITSELF
 TypeError: WholeParameters: WholeParameters steps sharded parameters
 by itself.
 
-UNKNOWN OPTION OF TORCH
-TypeError: Adafactor.__init__() got an unexpected keyword argument
-'momentum'
-
 BAD VALUE OF AN OPTION
 ValueError: Learning rate should be >= 0 but is: -1.0
-
-NOTHING AT ALL
-ValueError: optimizer got an empty parameter list
-
-ONE PARAMETER TWICE
-ValueError: some parameters appear in more than one parameter group
 
 A NEGATIVE BATCH
 ValueError: WholeParameters: batch_bytes is -1; pass a number of bytes

@@ -350,11 +350,14 @@ def _repr(self: FlatOptimizer) -> str:
 def _flat_class(flat: Any, kind: Any) -> Any:
     """``kind`` with our step. It keeps its name, by which checkpoints identify optimizers.
 
-    An object may change its class if the first bases of both begin with the same fields. So ours comes first,
-    or, if ``kind`` begins with another class, such as ``ABC``, second, with its overrides in the class
-    itself.
+    An object may change its class if both begin with the same fields. So ``kind`` comes first, whatever it
+    begins with, and the overrides of ours are in the class itself.
     """
-    body = {
+    overrides: dict[str, Any] = {}
+    for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
+        overrides |= vars(each)
+    not_ours = ("__dict__", "__weakref__", "__new__")
+    body = {key: value for key, value in overrides.items() if key not in not_ours} | {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -364,18 +367,7 @@ def _flat_class(flat: Any, kind: Any) -> Any:
         "__setstate__": _set_state,
         "__repr__": _repr,
     }
-    bases: tuple[Any, ...] = (flat, kind)
-    first = kind
-    while first not in (Optimizer, object):
-        first = first.__base__
-    if first is object:
-        bases = (kind, flat)
-        overrides: dict[str, Any] = {}
-        for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
-            overrides |= vars(each)
-        not_ours = ("__dict__", "__weakref__", "__new__")
-        body = {key: value for key, value in overrides.items() if key not in not_ours} | body
-    return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+    return types.new_class(kind.__name__, (kind, flat), exec_body=lambda namespace: namespace.update(body))
 
 
 def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:
