@@ -16,8 +16,8 @@ import torch.distributed as dist
 from comparing import alike, assert_all_same, assert_as_plain
 from expecttest import assert_expected_inline
 from harness import World
-from meshed import Layout, gradients_of, layout_inputs, refusal
-from models import WIDTH, Block, built, even_tower, random_batch, shard_tower, uneven_tower
+from meshed import Layout, layout_inputs, refusal
+from models import WIDTH, Block, built, even_tower, shard_tower, uneven_tower
 from on_ranks import on_ranks
 from reference import full, mean_of_squares
 from tensor_parallel import SIZES, Mlp, Run, loss_of, made, split_mlps
@@ -727,33 +727,3 @@ def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [1, 2.0, INF])
 def test_sparse_gradients_are_clipped_as_dense_ones(world2: World, kind: Any) -> None:
     assert_all_same(world2.run(embedded, True, kind), embedded(False, kind))
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-def clipped_on_the_gpu() -> dict[str, Any]:
-    dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
-    torch.manual_seed(1234)
-    model = even_tower().double().cuda()
-    mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
-    fully_shard(model.blocks[0], mesh=mesh, offload_policy=shardwise.CPUOffloadPolicy())
-    fully_shard(model, mesh=mesh)
-    mean_of_squares(model, random_batch(0, 12).cuda()).backward()
-    norm = clip_grad_norm_(model, 0.1)
-    assert norm.device.type == "cuda"
-    assert model.blocks[0].up.weight.grad.to_local().device.type == "cpu"
-    return {"norm": norm.cpu()} | {name: value.cpu() for name, value in gradients_of(model).items()}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gradients_on_device_and_host_are_clipped_together(world1: World) -> None:
-    plain = tower(None, even_tower)
-    mean_of_squares(plain, random_batch(0, 12)).backward()
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    ranks = world1.run(clipped_on_the_gpu, timeout=120)
-    world1.close()
-    assert_all_same(ranks, {"norm": norm} | gradients_of(plain))
