@@ -430,6 +430,8 @@ def test_gradients_that_wait_to_be_reduced_are_refused(setter: str) -> None:
         refusal(clip_grad_norm_, model.parameters(), 1.0),
     ):
         assert text.startswith("RuntimeError: inlet.weight: gradients of backward passes without sync")
+    text = refusal(clip_grad_norm_, model.outlet.bias, 1.0)  # of which half of the ranks have no element
+    assert text.startswith("RuntimeError: outlet.bias: gradients of backward passes without sync")
     model.zero_grad(set_to_none=False)  # nothing waits any more
     assert clip_grad_norm_(model, 1.0) == 0
 
