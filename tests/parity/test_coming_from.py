@@ -306,7 +306,7 @@ SHOWN_BY: dict[str, str] = {
         ),
         "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
         "apply": ("test_unsharded.test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch"),
-        "clip_grad_norm_": "test_clipping.test_replicas_count_once",
+        "clip_grad_norm_": "test_clipping.test_gradients_are_clipped_as_plain_ones",
         "named_parameters named_buffers": (
             "test_module_class.test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment"
         ),
