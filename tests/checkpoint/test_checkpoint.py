@@ -22,6 +22,7 @@ from checkpointing import (
     HALF,
     Net,
     NoScalars,
+    Pair,
     Run,
     Tied,
     by_block,
@@ -40,7 +41,7 @@ from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import odd_model, shard_tower
 from on_ranks import on_ranks
-from reference import full
+from reference import adamw, full
 from strategies import Plan, live_bytes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -186,16 +187,6 @@ def test_ties_outside_groups_outlive_the_meta_device(
         ties_outside(run)
 
 
-def test_one_process_without_a_group_goes_on_and_so_do_ranks(world2: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "checkpoint"))
-    want = uninterrupted(run)
-    assert_all_same([first_half(run)], want, 0.0)
-    assert_all_same([second_half(run)], want, 0.0)
-    assert_all_same(world2.run(second_half, run), want, 1e-10)
-    assert_all_same(world2.run(first_half, run), want, 1e-10)
-    assert_all_same([second_half(run)], want, 1e-10)
-
-
 # --- from any way of sharding to any other --------------------------------------------------------
 
 
@@ -269,25 +260,47 @@ def test_any_way_of_sharding_goes_on(
     goes_on(request, replace(run, shard=ways[0]), replace(run, shard=ways[1]), sizes)
 
 
-TP = Layout((2, 2), ("shard", "tp"), ("shard",))
-
-
-def tensor_parallel(model: nn.Module, layout: Layout | None) -> nn.Module:
-    if layout is None:
-        return by_block(model, None)
-    for block in model.blocks:
+def on_mesh(shape: tuple[int, ...], seed: int, hidden: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Pair(6, hidden), nn.Linear(6, 3))
+    mesh = device_mesh(shape, ("replicate", "shard", "tp"))
+    if shape[2] > 1:
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(block, layout.mesh()["tp"], plan)
-    return by_block(model, layout)
+        parallelize_module(model[0], mesh["tp"], plan)
+    for each in (model[0], model):
+        fully_shard(each, mesh=mesh["replicate", "shard"])
+    return model, adamw(model)
 
 
-@pytest.mark.slow
-def test_tensor_parallel_ranks_save_for_others_and_load_theirs(
-    request: pytest.FixtureRequest, tmp_path: Path
+BOTH = (1, 2, 2)
+SHAPES = [BOTH, (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hidden"),
+    [
+        (BOTH, (2, 2, 1), 8),
+        ((2, 1, 2), BOTH, 7),  # shards of different sizes
+        *(
+            pytest.param(*pair, hidden, marks=pytest.mark.slow)
+            for shape in SHAPES
+            for pair in ((BOTH, shape), (shape, BOTH))
+            for hidden in (7, 8)
+        ),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_a_checkpoint_of_any_mesh_is_loaded_by_any_other(
+    tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...], hidden: int
 ) -> None:
-    run = Run(shard=tensor_parallel, path=str(tmp_path / "checkpoint"))
-    goes_on(request, replace(run, layout=TP), run, (4, 2))
-    goes_on(request, run, replace(run, layout=TP), (3, 4))
+    model, optimizer = on_mesh(first, 1, hidden)
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "x", model, optimizer)
+    other, fresh = on_mesh(second, 2, hidden)
+    load_checkpoint(tmp_path / "x", other, fresh)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
 
 
 def odd_values(path: str, seed: int, does_load: bool) -> dict[str, Any]:
@@ -522,19 +535,6 @@ def test_different_values_for_tied_names_are_refused(world2: World, tmp_path: Pa
 # --- what ranks have of their own -----------------------------------------------------------------
 
 
-class Own:
-    """An object whose state ranks do not have in common."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "tensor": torch.full((1000,), float(len(str(self.value))))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"], state["tensor"][0].item()
-
-
 @on_ranks(3)
 def test_copies_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(4)))
@@ -543,11 +543,11 @@ def test_copies_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.fill_(rank)
-    own = Own("rank" + rank * "!")
+    own = Keeper({"value": rank, "tensor": torch.full((1000,), rank)})
     save_checkpoint(path, model, states={"own": own})
     load_checkpoint(path, model, states={"own": own})
     assert {v for b in model.buffers() if b.is_floating_point() for v in b.tolist()} == {0.0}
-    assert own.value == ("rank", 4.0)
+    assert (own.state["value"], own.state["tensor"].unique().tolist()) == (0, [0])
 
 
 # --- inference mode -------------------------------------------------------------------------------

@@ -134,32 +134,6 @@ def test_a_plain_run_goes_on_sharded(way: Way, kind: str, keys: str, everywhere:
     assert_equal(full_state_dict(model, rank0_only=False), plain.state_dict(), atol=1e-10)
 
 
-def plain_step(way: Way, kind: str, first: Any, second: Any) -> dict[str, Tensor]:
-    model = built(way.build)
-    optimizer = OPTIMIZERS[kind](model)
-    model.load_state_dict(first)
-    optimizer.load_state_dict(second)
-    step(model, optimizer, 2)
-    return model.state_dict()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(2)
-def test_a_sharded_run_goes_on_plainly(kind: str) -> None:
-    """What `optim_state_dict` of FSDP1 and its rekeying were for."""
-    way = Way(2)
-    plain, _ = trained_plainly(way, kind, range(3))
-    model = way.model()
-    optimizer = OPTIMIZERS[kind](model)
-    for number in range(2):
-        step(model, optimizer, number)
-    first, second = full_state_dict(model, optimizer)
-    if is_first():
-        numbered = rekey_optimizer_state_dict(second, model, optimizer, "id")
-        assert_equal(plain_step(way, kind, first, numbered), plain.state_dict(), atol=1e-10)
-
-
 @on_ranks(2)
 def test_what_was_frozen_begins_anew() -> None:
     model, other = Way(2).model(), Way(2).model()

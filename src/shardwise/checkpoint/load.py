@@ -55,7 +55,7 @@ from shardwise.state.named_state import (
     kind_of,
     parameter_names,
 )
-from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
+from shardwise.state.optimizer_state import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
 from shardwise.torch_compat import dtensor
 
 _log = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
 
 def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
     """The checkpoint at `path`; `files` closes it."""
-    for trials_left in reversed(range(folders.TRIALS)):
+    for trials_left in reversed(range(10)):
         folders.refuse_forbidden(path / folders.METADATA)
         place = folders.found(path)
         try:
