@@ -188,14 +188,6 @@ def test_rank0_only_fills_the_first_rank_alone_gradients_too(
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_dtensors_on_their_own_mesh(writes: bool) -> None:
     """A mesh of data and tensor parallel: what was a DTensor before fully_shard is the same again."""
-    plain = built(even_tower)
-    plain_optimizer = adamw(plain)
-    for number in range(2):
-        step(plain, plain_optimizer, None, number, 8)
-        with torch.no_grad():
-            for plain_param in plain.parameters():
-                plain_param.mul_(0.9 if writes else 1.0)
-    want = tensors_of(plain)
     layout = Layout((2, 2), ("dp", "tp"), ("dp",))
     model = built(even_tower)
     for block in model.blocks:
@@ -203,24 +195,17 @@ def test_tensor_parallel_parameters_are_dtensors_on_their_own_mesh(writes: bool)
         parallelize_module(block, layout.mesh()["tp"], plan)
     placed = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
     shardwise.shard_model(model, strategy="zero3", mesh=layout.mesh()["dp"])
-    kept = list(model.parameters())
-    optimizer = adamw(model)
-    for index in range(2):
-        optimizer.zero_grad()
-        inputs = random_batch(index, 12)[layout.seat()[0] * 6 :][:6]
-        mean_of_squares(model, inputs).backward()
-        optimizer.step()
-        with shardwise.unsharded(model, writeback=writes):
-            for name, param in model.named_parameters():
-                assert isinstance(param, DTensor) is (name in placed), name
-                if isinstance(param, DTensor):
-                    assert param.placements == placed[name], name
-                    assert param.device_mesh == layout.mesh()["tp"], name
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.9)
-    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
-    assert_equal(tensors_of(model), want, atol=1e-10)
+    kept, before = list(model.parameters()), parameters_of(model)
+    with shardwise.unsharded(model, writeback=writes), torch.no_grad():
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) is (name in placed), name
+            if isinstance(param, DTensor):
+                assert param.placements == placed[name], name
+                assert param.device_mesh == layout.mesh()["tp"], name
+            param.mul_(0.9)
+    assert all(now is then for now, then in zip(model.parameters(), kept, strict=True))
+    want = {name: value * (0.9 if writes else 1.0) for name, value in before.items()}
+    assert_equal(parameters_of(model), want)
 
 
 # --- edits ----------------------------------------------------------------------------------------
@@ -350,7 +335,7 @@ def all_edited(
     }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("edit", EDITS)
 def test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch(world3: World, edit: str) -> None:
     names = tuple(MODELS) if edit in ("in_place", "by_new_parameters") else ("odd", "tied")
