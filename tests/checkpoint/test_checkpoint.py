@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpointing import (
     HALF,
+    Keeper,
+    KeepsExtra,
     Net,
     NoScalars,
     Pair,
@@ -353,29 +355,6 @@ def test_stages_of_a_pipeline_share_a_checkpoint_with_averages_of_their_own(
     assert torch.equal(whole[1].weight, saved[3]["1.weight"])
 
 
-class Keeper:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class KeepsExtra(nn.Linear):
-    def __init__(self, state: Any) -> None:
-        super().__init__(2, 2)
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
-
-
 def history_of(path: str, length: int, does_load: bool) -> list[int]:
     """The extra state is a tensor that is as long as it needs to be, as Transformer Engine has it."""
     model = fully_shard(nn.Sequential(KeepsExtra(torch.full((length,), length, dtype=torch.uint8))))
@@ -622,23 +601,6 @@ def test_torchs_recipe_loads_ours(world2: World, world3: World, tmp_path: Path) 
     assert_all_same(world3.run(loaded_by_torch, run), uninterrupted(run), 1e-10)
 
 
-def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
-    save_checkpoint(run.path, model, optimizer)
-    state, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=run.path + "-torch")
-    ours, torchs = (dcp.FileSystemReader(run.path + end).read_metadata() for end in ("", "-torch"))
-    return set(torchs.state_dict_metadata), set(ours.state_dict_metadata)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("shard", [by_block, inner_compiled, recomputed])
-def test_the_keys_are_those_of_torchs_recipe(world2: World, tmp_path: Path, shard: Any) -> None:
-    torchs, ours = world2.run(keys_of_both, Run(shard=shard, path=str(tmp_path / "checkpoint")))[0]
-    assert {key for key in ours if not key.startswith("shardwise.")} == torchs
-
-
 # --- what a caller adds ---------------------------------------------------------------------------
 
 SHARED = {
@@ -673,25 +635,6 @@ def test_what_a_caller_adds_comes_back_as_it_was(world2: World, world3: World, t
     assert first[1] == {}
     assert repr(second[1]) == repr({"rng": torch.ones(2, dtype=torch.int64), "seen": [0]})
     assert [own for _, own, _ in world3.run(with_extras, path, True)] == [None] * 3
-
-
-def randomness(path: str, does_load: bool) -> list[float]:
-    model = fully_shard(nn.Linear(3, 4))
-    if does_load:
-        loaded = load_checkpoint(path, model)
-        assert loaded.per_rank is not None
-        torch.set_rng_state(loaded.per_rank["torch"])
-    else:
-        torch.manual_seed(100 + dist.get_rank())
-        save_checkpoint(path, model, per_rank={"torch": torch.get_rng_state()})
-    return torch.rand(3).tolist()
-
-
-def test_each_rank_goes_on_with_its_own_random_numbers(world2: World, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    saved = world2.run(randomness, path, False)
-    assert saved[0] != saved[1]
-    assert world2.run(randomness, path, True) == saved
 
 
 # --- beside training ------------------------------------------------------------------------------
@@ -896,32 +839,6 @@ def test_names_of_several_numbers_are_compared_from_the_left(tmp_path: Path, old
     for value, name in enumerate((newer, older)):
         saved_step(tmp_path / name, float(value))
     assert latest_checkpoint(tmp_path) == tmp_path / newer
-
-
-def test_numbers_with_decimals_are_kept_in_their_order(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-    for number in ("1", "1.25", "1.5"):
-        save_checkpoint(tmp_path / f"epoch-{number}", model)
-    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-1.5"
-    save_checkpoint(tmp_path / "epoch-1.125", model, keep=1)  # later ones are not touched
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.125", "epoch-1.25", "epoch-1.5"]
-    save_checkpoint(tmp_path / "epoch-1.75", model, keep=2)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.5", "epoch-1.75"]
-    save_checkpoint(tmp_path / "epoch-2", model, keep=1)
-    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-2"
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    save_checkpoint(path, nn.Linear(1, 1))
-    for spelled in (path, f"{path}/", path / ".." / "run"):
-        with pytest.raises(ValueError, match="latest_checkpoint") as caught:
-            latest_checkpoint(spelled)
-        assert_expected_inline(
-            str(caught.value).replace(str(tmp_path), "PATH"),
-            """latest_checkpoint: PATH/run is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to latest_checkpoint.""",
-        )
 
 
 def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path) -> None:

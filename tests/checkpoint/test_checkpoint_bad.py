@@ -589,11 +589,6 @@ def test_ranks_that_disagree_are_told(world2: World, tmp_path: Path) -> None:
         assert f"{act.__name__}: ranks disagree on optimizer: rank 0 has False, rank 1 has True" in text
 
 
-class NotWritten:
-    def __reduce__(self) -> Any:
-        raise TypeError("this stays here")
-
-
 def on_one_rank_alone(path: str) -> list[str]:
     model = fully_shard(nn.Linear(2, 2))
     save_checkpoint(path, model, keep=3)
@@ -610,7 +605,7 @@ def on_one_rank_alone(path: str) -> list[str]:
         told(load_checkpoint, model=None),
         told(load_checkpoint, optimizer="SGD"),
         told(load_checkpoint, states=[model]),
-        told(load_checkpoint, strict=NotWritten()),
+        told(load_checkpoint, strict=Unpicklable()),
         told(load_checkpoint, strict=False),
         told(load_checkpoint, verify=None),
         told(load_checkpoint, trust=True),
@@ -621,7 +616,7 @@ def on_one_rank_alone(path: str) -> list[str]:
         told(save_checkpoint, keep=0),
         told(save_checkpoint, keep=1, path=path + "x"),
         told(save_checkpoint, path=f"{os.path.dirname(path)}/.hidden"),
-        told(save_checkpoint, asynchronous=NotWritten()),
+        told(save_checkpoint, asynchronous=Unpicklable()),
         told(save_checkpoint, shared=[1]),
         told(save_checkpoint, states={"ema": EMA(model)} if alone else None),
         told(save_safetensors, directory=None),
@@ -646,7 +641,7 @@ TypeError: rank 1: load_checkpoint: path is 3, an int; pass the folder of a chec
 TypeError: rank 1: load_checkpoint: model is None; pass an nn.Module.
 TypeError: rank 1: optimizer is a str; pass a torch.optim.Optimizer, or a list of them
 TypeError: rank 1: states must be a dict with names as keys, not [FSDPLinear(in_features=2, out_features=2, bias=True)]
-TypeError: rank 1: load_checkpoint: strict is a NotWritten; pass True or False.
+TypeError: rank 1: load_checkpoint: strict is a Unpicklable; pass True or False.
 ValueError: load_checkpoint: ranks disagree on strict: rank 0 has True, rank 1 has False. Pass the same on all ranks.
 TypeError: rank 1: load_checkpoint: verify is None; pass True or False.
 ValueError: load_checkpoint: ranks disagree on trust: rank 0 has False, rank 1 has True. Pass the same on all ranks.
@@ -657,7 +652,7 @@ ValueError: save_checkpoint: ranks disagree on keep: rank 0 has None, rank 1 has
 ValueError: rank 1: save_checkpoint: keep=0 for step-1: keep must be at least 1, and needs names that end in a number, such as step-100.
 ValueError: rank 1: save_checkpoint: keep=1 for step-1x: keep must be at least 1, and needs names that end in a number, such as step-100.
 ValueError: rank 1: save_checkpoint: RUN/.hidden: a checkpoint needs a name that does not start with a dot.
-TypeError: rank 1: save_checkpoint: asynchronous is a NotWritten; pass True or False.
+TypeError: rank 1: save_checkpoint: asynchronous is a Unpicklable; pass True or False.
 TypeError: rank 1: shared must be a dict with names as keys, not [1]
 ValueError: save_checkpoint: ranks disagree on states: rank 0 has [], rank 1 has ['ema']. Pass the same on all ranks.
 TypeError: rank 1: save_safetensors: directory is None; pass a folder, as a str or a Path.
@@ -674,14 +669,14 @@ class Several(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
         if dist.get_rank() == 1:
-            self.param_groups[0]["mine"] = NotWritten()
+            self.param_groups[0]["mine"] = Unpicklable()
 
 
 @on_ranks(2)
 def test_param_groups_that_cannot_travel_are_told_by_all_ranks(tmp_path: Path) -> None:
     model = nn.Sequential(OrderedDict({f"stage{dist.get_rank()}": nn.Linear(2, 2)}))
     text = refusal(save_checkpoint, str(tmp_path / "x"), model, Several(model.parameters()))
-    assert text == "TypeError: rank 1: this stays here"
+    assert text == "TypeError: rank 1: this cannot be written down"
 
 
 # --- a failure that nobody asks for ---------------------------------------------------------------

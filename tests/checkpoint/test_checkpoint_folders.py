@@ -1,13 +1,11 @@
 """Folders of checkpoints: two jobs in one, what crashes leave in them, and who may read them."""
 
-import itertools
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,30 +105,6 @@ def open_files_stay_the_same() -> Iterator[None]:
     assert before is None or inside(handles) == before
 
 
-def test_loads_beside_a_job_that_saves_there_again_and_again(tmp_path: Path) -> None:
-    path, ends, values = tmp_path / "last", threading.Event(), set()
-    another_job_saves(path, 0.0)
-
-    def save_on() -> None:
-        for value in itertools.count(1.0):
-            if ends.is_set():
-                return
-            another_job_saves(path, value)
-
-    with ThreadPoolExecutor(1) as others:
-        saves = others.submit(save_on)
-        try:
-            for _ in range(100):
-                try:
-                    values.add(value_at(path))
-                except FileNotFoundError as error:
-                    assert REPLACED in str(error)  # noqa: PT017, others succeed
-        finally:
-            ends.set()
-        saves.result()
-    assert len(values) > 1
-
-
 def test_more_files_than_are_kept_open(world2: World, tmp_path: Path) -> None:
     path, model = tmp_path / "last", nn.Linear(2, 2)
     world2.run(saved_step, path)
@@ -192,8 +166,6 @@ def test_remains_of_an_interrupted_removal_are_no_checkpoints_and_are_removed(
     assert any(name.endswith(".removed") for name in inside(tmp_path))
     assert refusal(load_checkpoint, tmp_path / "step-3", nn.Linear(2, 2)).startswith("FileNotFoundError")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
-    saved_step(tmp_path / "step-0")
-    (tmp_path / "step-0" / ".metadata").unlink()  # as older versions began
     # What another's crash has set aside is a checkpoint as any other, and too old.
     (tmp_path / "step-1").rename(tmp_path / f".step-1.{dead_token}.previous")
     saved_step(tmp_path / "step-5", 5.0, keep=1)
@@ -233,7 +205,7 @@ def test_a_failed_save_to_disks_of_hosts_leaves_nothing(world2: World, tmp_path:
     told = alike(world2.run(saved_on_own_disk, str(tmp_path)))
     assert "__1_0.distcp is missing" in told
     assert "on a file system that all of them share" in told
-    assert [inside(tmp_path / f"host-{rank}") for rank in range(2)] == [[], []]
+    assert not any(each.is_file() for each in tmp_path.rglob("*"))
 
 
 # --- permissions ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrangements import WAYS, Way, built
+from checkpointing import KeepsExtra
 from common import peak_bytes
 from comparing import assert_equal, same
 from expecttest import assert_expected_inline
@@ -330,30 +331,14 @@ def test_what_one_rank_does_wrong_is_told_by_all(world2: World) -> None:
     assert first["junk beside"] == "LoadReport(missing=(), unexpected=(), converted=())"
 
 
-class Grows(nn.Module):
-    """As modules of Transformer Engine do, its extra state is a tensor of no fixed length."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.linear, self.length = nn.Linear(4, 4), length
-
-    def get_extra_state(self) -> Tensor:
-        return torch.arange(self.length)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.length = len(state)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 @pytest.mark.parametrize("src_rank", [0, None])
 @on_ranks(2)
 def test_extra_state_may_be_a_tensor_of_any_length(src_rank: int | None) -> None:
-    model, source = fully_shard(Grows(2)), Grows(5).state_dict()
+    """As modules of Transformer Engine have it."""
+    model, source = fully_shard(KeepsExtra(torch.arange(2))), KeepsExtra(torch.arange(5)).state_dict()
     given = source if src_rank is None or dist.get_rank() == 0 else None
     load_full_state_dict(model, given, src_rank=src_rank)
-    assert model.length == 5
+    assert len(model.state) == 5
 
 
 @on_ranks(2)

@@ -89,16 +89,6 @@ def test_a_model_that_is_not_sharded_comes_from_the_source_in_pieces_of_any_size
         assert_equal(got, in_full(built(src)))
 
 
-@on_ranks(2)
-def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere() -> None:
-    want, model = built(1), built(dist.get_rank())
-    sync_module_states(model, src=1)
-    fully_shard(model)
-    assert_equal(in_full(model), in_full(want))
-    outputs = [each(random_batch(0, 12)).detach() for each in (model, want)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
-
-
 # --- after sharding -------------------------------------------------------------------------------
 
 

@@ -71,6 +71,29 @@ class Tied(nn.Module):
         return self.outlet(torch.tanh(self.middle(self.inlet(x))))
 
 
+class Keeper:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class KeepsExtra(nn.Linear):
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
 def by_block(model: nn.Module, layout: Layout | None) -> nn.Module:
     """`fully_shard`, bottom up; nothing where there are no ranks."""
     if dist.is_initialized():

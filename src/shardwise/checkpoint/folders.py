@@ -286,12 +286,9 @@ def forget_previous(save: Save) -> None:
         _remove_checkpoint(save.previous, save.path, save.token)
 
 
-def discard(save: Save, made: list[Path]) -> None:
-    """Remove what a failed save has written on this host, and the folders `made` for it, if possible."""
+def discard(save: Save) -> None:
+    """Remove what a failed save has written on this host."""
     shutil.rmtree(save.partial, ignore_errors=True)
-    for folder in made:
-        with suppress(OSError):  # others have put something in it
-            folder.rmdir()
 
 
 def is_remains(path: Path) -> bool:
@@ -390,8 +387,7 @@ def newest(caller: str, directory: Path) -> Path | None:
 def remove_older(save: Save, keep: int) -> None:
     """Remove complete checkpoints named like `path` with lower numbers; keep the newest, `keep` with it."""
     own = numbered(save.path.name)
-    if own is None:
-        raise ValueError(f"{save.path.name}: keep needs names that end in a number, such as step-100")
+    assert own is not None
 
     def is_older(name: str) -> bool:
         other = numbered(name)
@@ -402,10 +398,6 @@ def remove_older(save: Save, keep: int) -> None:
     for name, place in sorted(older.items(), key=lambda each: newness(each[0]), reverse=True)[keep - 1 :]:
         if not place.is_symlink():
             _remove_checkpoint(place, folder / name, save.token)
-    for each in [each for each in folder.iterdir() if is_older(each.name)]:
-        # Saves write in hidden folders only: with digests and without an index, this one was being removed.
-        if (each / ".digests").is_file() and is_remains(each):
-            _remove_checkpoint(each, each, save.token)
 
 
 def complete_in(directory: Path) -> dict[str, Path]:

@@ -298,7 +298,6 @@ def write(
 
     `is_staged`: all of `state` is in host memory already. `local`: each host has a folder `path` of its own.
     """
-    made = rank_group.run_on_all_ranks(lambda: [each for each in path.parents if not each.exists()])
     hosts = Hosts(rank_group, path.parent) if local else None
     if hosts is None:
         token = rank_group.broadcast_object(folders.new_token() if rank_group.is_first else None, 0)
@@ -320,7 +319,7 @@ def write(
             once(lambda: folders.publish(save), explain)
         except Exception:
             # On each rank: where hosts have disks of their own, each has written to its own.
-            folders.discard(save, made)
+            folders.discard(save)
             raise
 
         def tidy() -> None:
