@@ -495,19 +495,9 @@ ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with pl
     )
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(2, 2)
-        self.expert = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.expert(self.shared(x))
-
-
 def experts_by_hand(path: str) -> tuple[list[str], list[float]]:
     torch.manual_seed(0)
-    model = Experts()
+    model = nn.Sequential(OrderedDict(shared=nn.Linear(2, 2), expert=nn.Linear(2, 2)))
     with pytest.warns(UserWarning, match="ignored_params contains trainable"):
         fully_shard(model, ignored_params=set(model.expert.parameters()))
     equal = save_checkpoint(f"{path}/equal-1", model).path

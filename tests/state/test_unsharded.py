@@ -472,12 +472,6 @@ def scale(model: nn.Module) -> None:
             param.grad.mul_(0.5)
 
 
-def replace(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad = param.grad * 0.25
-
-
 def clear_some(model: nn.Module) -> None:
     for param in list(model.parameters())[::2]:
         param.grad = None
@@ -489,13 +483,7 @@ def give_to_some(model: nn.Module) -> None:
             param.grad = torch.full_like(param, 0.1)
 
 
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-GRADIENT_EDITS: dict[str, Edit] = {
-    edit.__name__: edit for edit in (scale, replace, clear_some, give_to_some, clip)
-}
+GRADIENT_EDITS: dict[str, Edit] = {edit.__name__: edit for edit in (scale, clear_some, give_to_some)}
 
 
 def with_gradients(plan: Plan | None, name: str, edit: str, writeback: bool) -> dict[str, Any]:
