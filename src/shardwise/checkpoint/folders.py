@@ -459,17 +459,13 @@ def _is_abandoned(place: Path) -> bool:
     pid, began = int(match["pid"], 16), int(match["began"], 16)
     if pid == os.getpid() and began == (_began(pid) or 0):
         return match["token"] not in _running
-    return not _is_alive(pid) or began != (_began(pid) or 0)
-
-
-def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
-    except OSError:
         return True
-    return True
+    except OSError:  # of another user
+        pass
+    return began != (_began(pid) or 0)
 
 
 @cache

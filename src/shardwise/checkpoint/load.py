@@ -332,7 +332,14 @@ def _load(
     reading = Reading(manifest, model, targets, optimizers, plan, plans, state_plans, values)
     manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
-    _fill(rank_group, reading)
+    try:
+        rank_group.run_on_all_ranks(reading.run, lambda error: f"{manifest.path}: {error}")
+    except Exception as error:
+        why = f"{error}. The weights are a mix of those of the checkpoint and others. Load another one."
+        mark_partly_loaded(model, why)
+        raise RuntimeError(why) from error
+    if not targets.missing():  # else what a load before this one has left may still be there
+        note_complete_load(model)
     missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
     return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
 
@@ -531,15 +538,3 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
     except Exception as error:
         what += "" if isinstance(error, Warning) else hint
         raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _fill(rank_group: RankGroup, reading: Reading) -> None:
-    """Read into everything. A failure from here on leaves the model partly loaded."""
-    try:
-        rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
-    except Exception as error:
-        why = f"{error}. The weights are a mix of those of the checkpoint and others. Load another one."
-        mark_partly_loaded(reading.model, why)
-        raise RuntimeError(why) from error
-    if not reading.targets.missing():  # else what a load before this one has left may still be there
-        note_complete_load(reading.model)

@@ -8,8 +8,9 @@ of an optimizer that has it already:
     module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -200,18 +201,6 @@ class Placeholder:
         return value
 
 
-def show_all(placeholders: Sequence[Placeholder], device: torch.device) -> None:
-    """Show full tensors on ``device``, gathered where there are values; collective if there are any."""
-    valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
-    fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
-    for placeholder, full in zip(valued, fulls, strict=True):
-        assert full is not None
-        placeholder.show(full.to(device), device)
-    for placeholder in placeholders:
-        if placeholder.is_empty:
-            placeholder.show(None, device)
-
-
 def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.Module]) -> None:
     """Give ``old``, which ``modules`` have registered, other ``contents``; it stays the same object."""
     new: nn.Parameter
@@ -291,14 +280,8 @@ class Inventory:
 
     def visits(self) -> Iterator[list[nn.Module]]:
         """The modules to initialise; neighbours of one group are one visit."""
-        visit: list[nn.Module] = []
-        for module in self.todo:
-            if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
-                yield visit
-                visit = []
-            visit.append(module)
-        if visit:
-            yield visit
+        for _, modules in groupby(self.todo, lambda module: id(self.group_of.get(module))):
+            yield list(modules)
 
     def missing(self) -> list[Placeholder]:
         """Tensors that have no values yet."""
@@ -316,7 +299,14 @@ class Inventory:
         failed: nn.Module | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                show_all(placeholders, self.drawn_on)
+                valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
+                fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
+                for placeholder, full in zip(valued, fulls, strict=True):
+                    assert full is not None
+                    placeholder.show(full.to(self.drawn_on), self.drawn_on)
+                for placeholder in placeholders:
+                    if placeholder.is_empty:
+                        placeholder.show(None, self.drawn_on)
             for module in modules:
                 failed = module
                 self._initialise(module, init_fn)

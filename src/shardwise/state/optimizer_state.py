@@ -256,23 +256,19 @@ def _own_names(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) 
 
 
 def _check_form(state: Any, caller: str) -> None:
-    def are_groups(groups: Any) -> bool:
-        return isinstance(groups, (list, tuple)) and all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
-        )
-
-    def are_states(states: Any) -> bool:
-        return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
-
-    is_dict = isinstance(state, Mapping)
-    if not (is_dict and are_states(state.get("state")) and are_groups(state.get("param_groups"))):
+    try:
+        keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+        is_state = all(isinstance(each, Mapping) for each in state["state"].values())
+    except (AttributeError, LookupError, TypeError):
+        is_state = False
+    if not is_state:
+        is_dict = isinstance(state, Mapping)
         inside = listed(map(repr, state), 4) or "nothing in it" if is_dict else ""
         found = f"a dict with {inside}" if is_dict else f"a {type(state).__name__}"
         raise RuntimeError(
             f"{caller}: state is {found}, where the state of an optimizer has 'state', a dict for each "
             "parameter, and 'param_groups', a list of dicts with 'params' in each."
         )
-    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
         raise RuntimeError(
             f"{caller}: a state identifies its parameters by names or by ids, but not by both."
@@ -289,11 +285,8 @@ def _outline_of(state: State) -> State:
 
 def _outline(named: State) -> State:
     """The state without its tensors; tensors among hyperparameters stay."""
-
-    def on_host(_: StatePath, value: Any) -> Any:
-        return value.detach().cpu() if isinstance(value, Tensor) else value
-
-    return {"state": _outline_of(named["state"]), "param_groups": mapped(named["param_groups"], on_host)}
+    groups = mapped(named["param_groups"], lambda _, v: v.detach().cpu() if isinstance(v, Tensor) else v)
+    return {"state": _outline_of(named["state"]), "param_groups": groups}
 
 
 def _label(place: StatePath) -> str:
