@@ -715,7 +715,8 @@ def test_it_is_refused_inside_a_running_pass(when: str) -> None:
     assert_refused_in_a_pass(shardwise.unsharded, when, "unsharded", "0", of_root=False)
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_arguments_that_do_not_fit_are_refused() -> None:
     plain, sharded = built(uneven_tower), ZERO3.shard(built(uneven_tower))
     with torch.device("meta"):
         on_meta = ZERO3.shard(uneven_tower())
@@ -731,12 +732,8 @@ def refused() -> list[str]:
             for n in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
         ),
     ]
-    return [refusal(shardwise.unsharded(each, **options).__enter__) for each, options in calls]
-
-
-def test_arguments_that_do_not_fit_are_refused(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(refused))),
+        "\n".join([refusal(shardwise.unsharded(each, **options).__enter__) for each, options in calls]),
         """\
 ValueError: unsharded: there is no sharded module in this Tower. Call fully_shard or shard_model first.
 TypeError: unsharded: model is a list; pass an nn.Module.
