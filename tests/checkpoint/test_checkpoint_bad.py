@@ -457,17 +457,13 @@ class Unpicklable:
         raise TypeError("this cannot be written down")
 
 
-def unpicklable(path: str, where: str) -> str:
-    own = {"it": Unpicklable()} if dist.get_rank() == 1 or where == "shared" else {}
-    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)), **{where: own})
-
-
 @pytest.mark.parametrize("where", ["shared", "per_rank"])
-def test_what_cannot_be_pickled_is_told_by_all_ranks(world2: World, tmp_path: Path, where: str) -> None:
-    text = alike(world2.run(unpicklable, str(tmp_path / "x"), where))
+@on_ranks(2)
+def test_what_cannot_be_pickled_is_told_by_all_ranks(tmp_path: Path, where: str) -> None:
+    own = {"it": Unpicklable()} if dist.get_rank() == 1 or where == "shared" else {}
+    text = refusal(save_checkpoint, tmp_path / "x", fully_shard(nn.Linear(2, 2)), **{where: own})
     assert f"rank {0 if where == 'shared' else 1} could not write" in text
     assert "this cannot be written down" in text
-    assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
@@ -489,40 +485,33 @@ ValueError: per_rank['all'][0][1]['weight'] is a DTensor of shape (2, 2) with pl
     )
 
 
-def experts_by_hand(path: str) -> tuple[list[str], list[float]]:
+@on_ranks(2)
+def test_whole_parameters_that_differ_by_rank_are_not_lost(tmp_path: Path) -> None:
     torch.manual_seed(0)
+    rank = dist.get_rank()
     model = nn.Sequential(OrderedDict(shared=nn.Linear(2, 2), expert=nn.Linear(2, 2)))
     with pytest.warns(UserWarning, match="ignored_params contains trainable"):
         fully_shard(model, ignored_params=set(model.expert.parameters()))
-    equal = save_checkpoint(f"{path}/equal-1", model).path
-    with torch.no_grad():
-        model.expert.weight.fill_(dist.get_rank() + 1.0)
-    own = {"expert": model.expert.state_dict()}
+    save_checkpoint(tmp_path / "equal-1", model)
+    nn.init.constant_(model.expert.weight, rank + 1.0)
+    own, path = {"expert": model.expert.state_dict()}, tmp_path / "step-1"
     optimizer = torch.optim.AdamW(model.parameters())
-    texts = [refusal(save_checkpoint, f"{path}/step-1", model, optimizer)]
-    texts.append(refusal(save_checkpoint, f"{path}/step-1", model, asynchronous=True))
-    only_here = own if dist.get_rank() == 0 else {}
-    texts.append(refusal(save_checkpoint, f"{path}/step-1", model, per_rank=only_here))
-    save_checkpoint(f"{path}/step-1", model, optimizer, per_rank=own)
-    with torch.no_grad():
-        model.expert.weight.zero_()
-    loaded = load_checkpoint(f"{path}/step-1", model)
+    first, *others = [
+        refusal(save_checkpoint, path, model, optimizer),
+        refusal(save_checkpoint, path, model, asynchronous=True),
+        refusal(save_checkpoint, path, model, per_rank={} if rank else own),
+    ]
+    assert others == [first] * 2
+    save_checkpoint(path, model, optimizer, per_rank=own)
+    nn.init.zeros_(model.expert.weight)
+    loaded = load_checkpoint(path, model)
     assert loaded.per_rank is not None
     model.expert.load_state_dict(loaded.per_rank["expert"])
+    assert model.expert.weight.unique().tolist() == [rank + 1]
     model.expert.weight.requires_grad_(False)  # each rank's own matter, as buffers do
-    save_checkpoint(f"{path}/frozen-1", model)
-    assert equal.is_dir()
-    return texts, model.expert.weight.flatten().tolist()
-
-
-def test_whole_parameters_that_differ_by_rank_are_not_lost(world2: World, tmp_path: Path) -> None:
-    (texts, first), (others, second) = world2.run(experts_by_hand, str(tmp_path))
-    assert texts == others
-    assert (first, second) == ([1.0] * 4, [2.0] * 4)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["equal-1", "frozen-1", "step-1"]
-    assert len(set(texts)) == 1
+    save_checkpoint(tmp_path / "frozen-1", model)
     assert_expected_inline(
-        texts[0],
+        first,
         """ValueError: save_checkpoint: expert.weight: not sharded, trainable, and different on ranks 0 and 1. A checkpoint holds such parameters once, and would lose what rank 1 has. If each rank trains its own, as with experts in ignored_params, pass the values in per_rank as well, per_rank={'experts': model.experts.state_dict()}, and restore them after a load. Do the same with the state of their optimizer. If they should be equal, call sync_module_states(model), and model.set_reduce_ignored_params(True).""",
     )
 
@@ -551,26 +540,19 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
 # --- calls that differ by rank --------------------------------------------------------------------
 
 
-def by_clock(path: str) -> str:
-    return refusal(save_checkpoint, f"{path}-{dist.get_rank()}", fully_shard(nn.Linear(2, 2)))
-
-
-def with_optimizer_on_some(path: str, act: Callable[..., Any]) -> str:
-    model = fully_shard(nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters()) if dist.get_rank() else None
-    return refusal(act, path, model, optimizer)
-
-
-def test_ranks_that_disagree_are_told(world2: World, tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    text = alike(world2.run(by_clock, path)).replace(str(tmp_path), "RUN")
+@on_ranks(2)
+def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
+    model, rank = fully_shard(nn.Linear(2, 2)), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters()) if rank else None
+    told = [refusal(save_checkpoint, tmp_path / f"step-{rank}", model)]
+    told += [refusal(act, tmp_path / "step", model, optimizer) for act in (save_checkpoint, load_checkpoint)]
     assert_expected_inline(
-        text,
-        """ValueError: save_checkpoint: ranks disagree on path: rank 0 has 'RUN/step-0', rank 1 has 'RUN/step-1'. Pass the same on all ranks.""",
+        "\n".join(told).replace(str(tmp_path), "RUN"),
+        """\
+ValueError: save_checkpoint: ranks disagree on path: rank 0 has 'RUN/step-0', rank 1 has 'RUN/step-1'. Pass the same on all ranks.
+ValueError: save_checkpoint: ranks disagree on optimizer: rank 0 has False, rank 1 has True. Pass the same on all ranks.
+ValueError: load_checkpoint: ranks disagree on optimizer: rank 0 has False, rank 1 has True. Pass the same on all ranks.""",
     )
-    for act in (save_checkpoint, load_checkpoint):
-        text = alike(world2.run(with_optimizer_on_some, path, act))
-        assert f"{act.__name__}: ranks disagree on optimizer: rank 0 has False, rank 1 has True" in text
 
 
 @on_ranks(2)

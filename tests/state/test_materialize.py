@@ -181,11 +181,14 @@ def plain(case: Case, seed: int = 7) -> dict[str, Tensor]:
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
-def materialized(case: Case, seed: int = 7, **options: Any) -> dict[str, Tensor]:
-    model = shard_tower(on_meta(case.make), **options)
-    torch.manual_seed(seed)
+def drawn(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    torch.manual_seed(7)
     assert materialize(model, case.init) is model
     return {**tensors_of(model), "next": torch.rand(3)}
+
+
+def materialized(case: Case, **options: Any) -> dict[str, Tensor]:
+    return drawn(shard_tower(on_meta(case.make), **options), case)
 
 
 def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
@@ -202,33 +205,24 @@ def test_values_are_those_of_one_process(world: World, case: Case) -> None:
     assert_bits(world.run(materialized, case), plain(case))
 
 
-def by_plan(plan: Plan, case: Case) -> dict[str, Tensor]:
-    model = plan.shard(on_meta(case.make))
-    torch.manual_seed(7)
-    materialize(model, case.init)
-    return {**tensors_of(model), "next": torch.rand(3)}
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", FOUR, ids=str)
-def test_the_strategy_does_not_matter(world4: World, plan: Plan) -> None:
-    assert_bits(world4.run(by_plan, plan, TEXT), plain(TEXT))
+@on_ranks(4)
+def test_the_strategy_does_not_matter(plan: Plan) -> None:
+    assert_bits([drawn(plan.shard(on_meta(TEXT.make)), TEXT)], plain(TEXT))
 
 
-def by_options(case: Case, name: str) -> dict[str, Tensor]:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["offloaded", "columns", "mixed precision", "hybrid"])
+@on_ranks(4)
+def test_neither_do_placements_and_policies(name: str) -> None:
     options: dict[str, Any] = {
         "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         "columns": {"shard_placement_fn": lambda p: Shard(p.dim() - 1) if p.dim() else None},
         "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         "hybrid": {"mesh": device_mesh((2, 2), ("replicate", "shard")) if name == "hybrid" else None},
     }[name]
-    return materialized(case, **options)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["offloaded", "columns", "mixed precision", "hybrid"])
-def test_neither_do_placements_and_policies(world4: World, name: str) -> None:
-    assert_bits(world4.run(by_options, MIXED, name), plain(MIXED))
+    assert_bits([materialized(MIXED, **options)], plain(MIXED))
 
 
 class Pair(nn.Module):
@@ -247,7 +241,12 @@ class PairTower(Model):
         self.outlet = nn.Linear(6, 3)
 
 
-def tensor_parallel(shape: tuple[int, int, int], is_sharded: bool) -> dict[str, Tensor]:
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 4), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("is_sharded", [True, False])
+@on_ranks(4)
+def test_neither_does_tensor_parallelism(shape: tuple[int, int, int], is_sharded: bool) -> None:
+    case = Case(PairTower)
     model = on_meta(PairTower)
     mesh = device_mesh(shape, ("replicate", "shard", "tp"))
     for block in model.blocks:
@@ -255,18 +254,7 @@ def tensor_parallel(shape: tuple[int, int, int], is_sharded: bool) -> dict[str, 
         parallelize_module(block, mesh["tp"], plan)
     if is_sharded:
         shard_tower(model, mesh=mesh["replicate", "shard"])
-    torch.manual_seed(7)
-    materialize(model)
-    return {**tensors_of(model), "next": torch.rand(3)}
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 4), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_neither_does_tensor_parallelism(
-    world4: World, shape: tuple[int, int, int], is_sharded: bool
-) -> None:
-    assert_bits(world4.run(tensor_parallel, shape, is_sharded), plain(Case(PairTower)))
+    assert_bits([drawn(model, case)], plain(case))
 
 
 def Wide() -> nn.Module:
@@ -301,25 +289,17 @@ def test_recurrent_modules_run_once_they_have_values() -> None:
 
 def test_a_model_that_is_not_sharded_is_initialised_in_one_process() -> None:
     for case in CASES:
-        model = on_meta(case.make)
-        torch.manual_seed(7)
-        assert materialize(model, case.init) is model
-        assert_bits([{**tensors_of(model), "next": torch.rand(3)}], plain(case))
+        assert_bits([drawn(on_meta(case.make), case)], plain(case))
 
 
-def partly_sharded() -> dict[str, Tensor]:
+@on_ranks(2)
+def test_what_is_not_sharded_is_initialised_along() -> None:
     """One block sharded, with an ignored parameter; the rest plain."""
     model = on_meta(LanguageModel)
     ignored = {model.blocks[1].norm_1.bias.requires_grad_(False)}
     fully_shard(model.blocks[1], ignored_params=ignored)
-    torch.manual_seed(7)
-    materialize(model)
+    assert_bits([drawn(model, TEXT)], plain(TEXT))
     assert {id(p) for p in ignored} < {id(p) for p in model.parameters()}
-    return {**tensors_of(model), "next": torch.rand(3)}
-
-
-def test_what_is_not_sharded_is_initialised_along(world2: World) -> None:
-    assert_bits(world2.run(partly_sharded), plain(TEXT))
 
 
 @on_ranks(2)

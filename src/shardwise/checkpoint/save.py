@@ -106,7 +106,7 @@ def save_checkpoint(
         ValueError: ranks disagree on the arguments, or on the values of a trainable parameter that is neither
             sharded nor in `per_rank`; the optimizer's state cannot be saved; `shared` or `per_rank` has
             DTensors; or a value is of a tensor subclass that torch could not read again.
-        FileExistsError: `path` is not a checkpoint, or another job keeps saving to it.
+        FileExistsError: `path` is not a checkpoint, or another job has saved to it meanwhile.
         OSError: a rank could not write. All ranks raise the same error, the earlier checkpoint is untouched,
             and the new files are removed as far as possible.
 
