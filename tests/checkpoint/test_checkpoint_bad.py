@@ -433,6 +433,7 @@ def test_a_full_disk_is_told_by_all_ranks_and_loses_nothing(
     text = alike([" ".join(each) for each in world2.run(full_disk, run, on_rank, 3000, asynchronous)])
     assert f"rank {on_rank} could not write the checkpoint {run.path} (into {tmp_path}/.step-2." in text
     assert os.strerror(errno.EFBIG) in text
+    assert f"/__{on_rank}_0.distcp'" in text
     assert "bytes free. A checkpoint that was there before is still there." in text
     assert_all_same(world2.run(second_half, run), uninterrupted(run), 1e-10)
 
