@@ -78,11 +78,6 @@ class Placeholder:
         """True if one of its sites is in ``modules``."""
         return any(site.module in modules for site in self.sites)
 
-    @property
-    def is_in_place(self) -> bool:
-        """True if the original is registered at all sites."""
-        return all(site.entries.get(site.name) is self.original for site in self.sites)
-
     def show(self, value: Tensor | None, device: torch.device) -> None:
         """Register the full tensor: ``value``, or one that is marked as unwritten."""
         if value is None:
@@ -90,16 +85,11 @@ class Placeholder:
         shown = value
         if isinstance(self.original, nn.Parameter):
             shown = self._as_parameter(value)
-            vars(shown).update(self._attributes)
+            param, own = self.param, tensor_impl.own_attributes
+            vars(shown).update(own(self.original) if param is None else param.attributes)
         self._version = tensor_impl.version(shown)
         self._shown = shown
         self._register(shown)
-
-    @property
-    def _attributes(self) -> Mapping[str, Any]:
-        if self.param is not None:
-            return self.param.attributes
-        return tensor_impl.own_attributes(self.original)
 
     def _as_parameter(self, value: Tensor) -> nn.Parameter:
         wants_grad = self.original.requires_grad
@@ -362,7 +352,7 @@ class Inventory:
 
 
 def _check_place(placeholder: Placeholder) -> None:
-    if not placeholder.is_in_place:
+    if any(site.entries.get(site.name) is not placeholder.original for site in placeholder.sites):
         placeholder.put_back()
         raise RuntimeError(
             f"materialize: {placeholder.fqn} was replaced by the init of a module that does not own it. What "
