@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
+from checkpointing import train_tower
 from comparing import assert_equal
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import parameters_of, refusal
-from models import built, random_batch, shard_tower, uneven_tower
+from models import built, shard_tower, uneven_tower
 from on_ranks import on_ranks
-from reference import adamw, mean_of_squares
+from reference import adamw
 from torch import nn
 
 from shardwise import latest_checkpoint, resume, save_checkpoint
@@ -21,36 +21,23 @@ from shardwise.checkpoint import folders
 from shardwise.state import EMA
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None, steps: range) -> None:
-    """Each rank has its rows of the same batches, whatever the number of ranks."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for step in steps:
-        rows = random_batch(step, 12, 7).chunk(world)[rank]
-        mean_of_squares(model, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if ema is not None:
-            ema.update()
-
-
-def job(folder: str, last_step: int, **save: Any) -> Any:
+def job(folder: str, last_step: int) -> Any:
     model = built(uneven_tower)
     shard_tower(model)
     optimizer, ema = adamw(model), EMA(model)
     loaded = resume(folder, model, optimizer, states={"ema": ema})
     for step in range(loaded.step, last_step):
-        train(model, optimizer, ema, range(step, step + 1))
+        train_tower(model, optimizer, range(step, step + 1))
+        ema.update()
         if step % 2 == 1:
             shared = {"step": step + 1, "seen": 12 * (step + 1)}
-            save_checkpoint(
-                f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared, **save
-            )
+            save_checkpoint(f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared)
     return loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), parameters_of(model)
 
 
 def test_a_job_that_is_started_again_goes_on(world2: World, world3: World, tmp_path: Path) -> None:
     plain = built(uneven_tower)
-    train(plain, adamw(plain), None, range(14))
+    train_tower(plain, adamw(plain), range(14))
     for got in world2.run(job, str(tmp_path / "run"), 12):
         assert got[:3] == (None, 0, None)
     for path, step, seen, weights in world3.run(job, str(tmp_path / "run"), 14):
