@@ -11,7 +11,8 @@ import resource
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from harness import World
 from meshed import refusal
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -433,9 +435,25 @@ def test_a_full_disk_is_told_by_all_ranks_and_loses_nothing(
     text = alike([" ".join(each) for each in world2.run(full_disk, run, on_rank, 3000, asynchronous)])
     assert f"rank {on_rank} could not write the checkpoint {run.path} (into {tmp_path}/.step-2." in text
     assert os.strerror(errno.EFBIG) in text
-    assert f"/__{on_rank}_0.distcp'" in text
     assert "bytes free. A checkpoint that was there before is still there." in text
     assert_all_same(world2.run(second_half, run), uninterrupted(run), 1e-10)
+
+
+def test_a_write_that_fails_is_told_in_the_words_of_the_system(tmp_path: Path) -> None:
+    """And not as torch does, which cannot close its archive then."""
+    real, error = FileSystem.create_stream, OSError(errno.EIO, os.strerror(errno.EIO))
+
+    @contextmanager
+    def create_stream(fs: Any, place: Any, mode: str) -> Iterator[Any]:
+        with real(fs, place, mode) as file:
+            yield mock.Mock(wraps=file, write=mock.Mock(side_effect=error))
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        text = refusal(save_checkpoint, tmp_path / "step-1", nn.Linear(2, 2))
+    assert text.startswith("OSError: rank 0 could not write the checkpoint")
+    assert "OSError: [Errno 5] Input/output error: '" in text
+    assert "partial/__0_0.distcp'. The file system has " in text
+    assert not list(tmp_path.iterdir())
 
 
 def no_place(path: str) -> str:

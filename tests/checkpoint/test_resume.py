@@ -32,16 +32,17 @@ def job(folder: str, last_step: int) -> Any:
         if step % 2 == 1:
             shared = {"step": step + 1, "seen": 12 * (step + 1)}
             save_checkpoint(f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared)
-    return loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), parameters_of(model)
+    found = loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), ema.num_updates
+    return found, parameters_of(model)
 
 
 def test_a_job_that_is_started_again_goes_on(world2: World, world3: World, tmp_path: Path) -> None:
     plain = built(uneven_tower)
     train_tower(plain, adamw(plain), range(14))
-    for got in world2.run(job, str(tmp_path / "run"), 12):
-        assert got[:3] == (None, 0, None)
-    for path, step, seen, weights in world3.run(job, str(tmp_path / "run"), 14):
-        assert (path, step, seen) == ("step-12", 12, 144)
+    for found, _ in world2.run(job, str(tmp_path / "run"), 12):
+        assert found == (None, 0, None, 12)
+    for found, weights in world3.run(job, str(tmp_path / "run"), 14):
+        assert found == ("step-12", 12, 144, 14)
         assert_equal(weights, parameters_of(plain), atol=1e-10)
 
 
