@@ -65,6 +65,21 @@ def test_a_job_that_saves_where_another_one_does_is_told(tmp_path: Path) -> None
     assert inside(tmp_path) == ["step-1"]
 
 
+def test_the_checkpoint_before_comes_back_where_the_new_one_cannot_be_moved(tmp_path: Path) -> None:
+    path, real = tmp_path / "step-1", Path.rename
+    saved_step(path)
+
+    def rename(place: Path, target: Path) -> Path:
+        if place.name.endswith(".partial"):
+            raise OSError("the disk is away")
+        return real(place, target)
+
+    with mock.patch.object(Path, "rename", rename):
+        assert "the disk is away" in refusal(saved_step, path, 2.0)
+    assert inside(tmp_path) == ["step-1"]
+    assert value_at(path) == 1.0
+
+
 REPLACED = "was replaced or removed by another job while it was read. Load it again"
 
 
