@@ -299,10 +299,6 @@ def test_a_tie_may_be_made_with_a_parameter_that_is_sharded_already(world: World
     assert_trains(world, then, build=tied_tower_tied_after_sharding, plain=tied_tower)
 
 
-def test_a_tie_within_one_call_is_fine(world1: World) -> None:
-    assert_trains(world1, shard_root, build=tied_tower, plain=tied_tower)
-
-
 class Holder(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -395,9 +391,6 @@ def tower_with_values() -> nn.Module:
         for param in model.parameters():
             param.fill_(0.125)
     return model
-
-
-META = {"then": give_values, "plain": tower_with_values}
 
 
 NO_VALUES = {"then": give_values, "plain": tower_with_values}
