@@ -809,7 +809,6 @@ def test_complex_gradients_are_not_sent_as_real_ones() -> None:
     ("first_on", "second_on", "calls", "hook"),
     [
         ("", "", 4, None),
-        ("blocks.1", "blocks.1", 1, HALF),
         ("blocks.1", "", 1, None),
         ("", "blocks.1", 4, HALF),
     ],

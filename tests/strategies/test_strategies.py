@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from comparing import assert_all_same
 from harness import World
-from meshed import device_mesh, gradients_of, refusal, whole
+from meshed import device_mesh, gradients_of, refusal
 from models import (
     Block,
     SquareTower,
     built,
     even_tower,
-    random_batch,
     uneven_batch,
     uneven_tower,
 )
@@ -226,8 +225,6 @@ def test_as_much_is_held_as_the_formulas_say(world: World, plan: Plan) -> None:
 def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_of_a_host(
     local: str | None,
 ) -> None:
-    plain = built(even_tower)
-    mean_of_squares(plain, random_batch(0, 12)).backward()
     hosts = {"1": [[0], [1], [2], [3]], "2": [[0, 1], [2, 3]], "4": [[0, 1, 2, 3]]}
     found: dict[str, Any] = {}
     with mock.patch.dict(os.environ):
@@ -239,19 +236,12 @@ def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_o
             weight = model.blocks[0].up.weight
             where = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
             found[strategy] = (weight.placements, *where)
-            mean_of_squares(model, random_batch(0, 12)[dist.get_rank() * 3 :][:3]).backward()
-            for param in model.parameters():
-                assert getattr(param.grad, "placements", None) == getattr(param, "placements", None)
-            found[f"gradient under {strategy}"] = whole(weight.grad)
     if local is None:
         assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
         assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
     else:
         want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
         assert all(found[strategy] == want for strategy in HYBRID)
-    for name, value in found.items():
-        if "gradient" in name:
-            torch.testing.assert_close(value, plain.blocks[0].up.weight.grad, rtol=0.0, atol=1e-10)
 
 
 @on_ranks(2)

@@ -656,8 +656,7 @@ wrap=, or pass wrap=None for the repeated blocks.
 shard_model: WrapClasses(Linear) chose no module with parameters
 inside the LanguageModel, so the whole model would be one group,
 unsharded at once. Modules that can be chosen: none. Choose some of
-these with wrap=, or pass wrap=None for the repeated blocks.
-""",
+these with wrap=, or pass wrap=None for the repeated blocks.""",
     )
 
 
