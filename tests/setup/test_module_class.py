@@ -381,18 +381,3 @@ def test_apply_reaches_the_shards_and_forward_sees_it(world2: World) -> None:
     for output, returns_itself in world2.run(output_after_apply, is_sharded=True):
         assert returns_itself
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-
-
-@on_ranks(2)
-def test_the_registered_parameters_are_the_same_objects_for_ever() -> None:
-    model = sharded_tower()
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    same = []
-    for step in range(2):
-        backward(model, step)
-        same.append(all(a is b for a, b in zip(params, model.parameters(), strict=True)))
-        optimizer.step()
-        optimizer.zero_grad()
-        same.append(all(param.grad is None for param in model.parameters()))
-    assert same == [True] * 4
