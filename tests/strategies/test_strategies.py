@@ -505,6 +505,18 @@ def test_a_root_that_keeps_most_parameters_is_told_of(world2: World) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
 def sharded_before() -> Any:
     return shard_model(built(uneven_tower))
 
@@ -599,6 +611,9 @@ REFUSALS = {
 
 
 LATE = {  # some groups could be sharded before
+    "placement in the last block": case(
+        "ValueError", "blocks.2", "5", overrides={"blocks.2": {"shard_placement_fn": lambda param: Shard(5)}}
+    ),
     "precision of the root": case("TypeError", "mp_policy", overrides={"": {"mp_policy": 16}}),
     "storage of the last block": case(
         "ValueError",
@@ -611,6 +626,7 @@ LATE = {  # some groups could be sharded before
 }
 
 
+TIED = "ValueError: shard_model: embed.weight and head.weight are tied"
 OTHER_MODELS = {
     "sharded before": case("ValueError: ", "Tower", "already", model=sharded_before),
     "sharded by hand": case(
@@ -620,6 +636,15 @@ OTHER_MODELS = {
     "a list": case("TypeError: ", "list", model=lambda: [even_tower()]),
     "a container": case("ValueError: ", "ModuleList", "forward", model=lambda: nn.ModuleList([even_tower()])),
     "what is warned of, where that is an error": case("UserWarning: ", model=TopHeavy),
+    "tied to another strategy": case(
+        TIED, model=TiedEnds, wrap={nn.Linear, nn.Embedding}, overrides={"embed": "ddp"}
+    ),
+    "tied in a block and the root": case(
+        TIED,
+        model=TiedEnds,
+        wrap={nn.Linear, nn.Embedding},
+        overrides=dict.fromkeys(("embed", "head"), "ddp"),
+    ),
 }
 CASES = REFUSALS | LATE | OTHER_MODELS
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.arguments import check_type, describe
 from shardwise.layout.fqns import listed, names_in, uncompiled
-from shardwise.layout.mesh import resolve_mesh
+from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.setup.validation import check_offload, check_precision, check_reshard
 from shardwise.strategies.meshes import Strategy, StrategySettings, mesh_arguments, strategy_named
@@ -30,6 +30,7 @@ class GroupPlan:
 
     strategy: StrategySettings
     arguments: dict[str, Any]  # of fully_shard
+    mesh: ShardMesh  # what they come to
 
 
 def plan_groups(
@@ -58,10 +59,9 @@ def _resolved(asked: dict[str, Any], meshes: dict[tuple[Any, ...], dict[str, Any
     arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **meshes[key]}
     check_precision(arguments["mp_policy"])
     check_offload(arguments["offload_policy"])
-    check_reshard(
-        arguments["reshard_after_forward"], resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
-    )
-    return GroupPlan(strategy, arguments)
+    resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))
+    check_reshard(arguments["reshard_after_forward"], resolved)
+    return GroupPlan(strategy, arguments, resolved)
 
 
 def _matched(

@@ -23,6 +23,7 @@ from shardwise.fully_shard import fully_shard
 from shardwise.groups.managed_modules import owner_of
 from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import default_device_type
+from shardwise.layout.precision import PrecisionRule
 from shardwise.policies import (
     CommPolicy,
     CPUOffloadPolicyLike,
@@ -32,6 +33,7 @@ from shardwise.policies import (
     ShardPlacementFn,
 )
 from shardwise.ranks.failures import monitored
+from shardwise.setup.discovery import Found, Meshes, make_param, names_below
 from shardwise.setup.validation import check_ignored, check_modules, class_name
 from shardwise.strategies.auto import CHOICE, AutoOptions, Shard, choose
 from shardwise.strategies.block_options import (
@@ -43,8 +45,7 @@ from shardwise.strategies.block_options import (
     note_done,
 )
 from shardwise.strategies.meshes import Strategy
-from shardwise.strategies.module_trees import sizes_of
-from shardwise.strategies.overrides import Overrides, offload_named, plan_groups, precision_named
+from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
 from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy
 from shardwise.strategies.wrapping import chosen, merge_neighbours
 
@@ -219,7 +220,9 @@ def shard_model(
         "comm_policy": comm_policy,
     }
     plans = plan_groups(options, changes, model, blocks)
-    _warn_of_large_root(model, blocks, {id(param) for param in ignored})
+    own = _own_modules(model, blocks)
+    _rehearse(model, own, plans, ids)
+    _warn_of_large_root(model, own, {id(param) for param in ignored})
     groups = [[block] for block in blocks]
     if bucket_cap_mb is not None:
         wanted = "a number of megabytes above 0, or None for a group of each module"
@@ -321,17 +324,70 @@ def _blocks_of(model: nn.Module, wrap: Any, ignored: set[int], left_alone: set[n
     return blocks
 
 
-def _warn_of_large_root(model: nn.Module, blocks: list[nn.Module], ignored: set[int]) -> None:
+# --- before anything is touched -------------------------------------------------------------------
+
+
+def _own_modules(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """For each block and the model: the modules whose parameters will be in its group."""
+    taken: set[nn.Module] = set()
+    own = {}
+    for block in (*blocks, model):
+        own[block] = [m for m in block.modules() if m not in taken and owner_of(m) is None]
+        taken.update(own[block])
+    return own
+
+
+def _rehearse(
+    model: nn.Module,
+    own: dict[nn.Module, list[nn.Module]],
+    plans: dict[nn.Module, GroupPlan],
+    ignored: set[int],
+) -> None:
+    """Raise what ``fully_shard`` would raise for the parameters of any group, before the first is sharded."""
+    names = names_below([model])
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module, modules in own.items():
+        arguments, meshes = plans[module].arguments, Meshes(plans[module].mesh)
+        rule = PrecisionRule(arguments["mp_policy"], [module], modules)
+        for param, sites in Found([model], modules, names, ignored).params.items():
+            make_param(meshes, arguments["shard_placement_fn"], rule, [model], param, sites)
+            places.setdefault(param, []).extend((module, site.fqn) for site in sites)
+    for found_at in places.values():
+        if len({module for module, _ in found_at}) > 1:
+            _check_tie(found_at, names, own, plans)
+
+
+def _check_tie(
+    found_at: list[tuple[nn.Module, str]],
+    names: dict[nn.Module, str],
+    own: dict[nn.Module, list[nn.Module]],
+    plans: dict[nn.Module, GroupPlan],
+) -> None:
+    """A tied parameter moves to the lowest group around its places, if all of them share a mesh."""
+    around = [m for m in own if all(f"{fqn}.".startswith(f"{names[m]}.".lstrip(".")) for _, fqn in found_at)]
+    lowest = max(around, key=lambda module: len(names[module]))
+    meshes = {}
+    for module in (lowest, *(module for module, _ in found_at)):
+        arguments = plans[module].arguments
+        meshes[id(arguments["mesh"]), id(arguments.get("dp_mesh_dims"))] = names[module] or "the model"
+    if len(meshes) > 1:
+        raise ValueError(
+            f"shard_model: {' and '.join(fqn for _, fqn in found_at)} are tied, but their groups, and the "
+            f"one around both, are sharded over different meshes ({', '.join(meshes.values())}). Give them "
+            "one strategy, or untie them."
+        )
+
+
+def _warn_of_large_root(model: nn.Module, own: dict[nn.Module, list[nn.Module]], ignored: set[int]) -> None:
     """Warn if most of the model is in the root's group, with parameters that tie groups together."""
-    sizes, taken = sizes_of(model, ignored), set[nn.Module]()
-    num_groups = Counter[nn.Parameter]()
-    for owner in (*blocks, model):
-        own = [module for module in owner.modules() if module not in taken and owner_of(module) is None]
-        taken.update(own)
-        share = {param for module in own for param in module.parameters(recurse=False)}
-        num_groups.update(param for param in share if id(param) in sizes)
-    kept = {param: sizes[id(param)] for param, n in num_groups.items() if n > 1 or param in share}
-    numel, total = sum(kept.values()), sum(sizes.values())
+    shares = {
+        owner: {param for module in modules for param in module.parameters(recurse=False)}
+        for owner, modules in own.items()
+    }
+    num_groups = Counter(param for share in shares.values() for param in share if id(param) not in ignored)
+    kept = {param: param.numel() for param, n in num_groups.items() if n > 1 or param in shares[model]}
+    numel = sum(kept.values())
+    total = sum(param.numel() for param in model.parameters() if id(param) not in ignored)
     if 2 * numel <= total:
         return
     names = {param: clean(name) for name, param in model.named_parameters()}
