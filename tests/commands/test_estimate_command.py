@@ -11,6 +11,7 @@ import pytest
 from models import Tower
 
 from shardwise.__main__ import main
+from shardwise.commands import estimate as estimate_command
 
 WORDS = [
     *("estimate", "test_estimate_command:build", "--world", "8", "--strategy", "zero3"),
@@ -105,15 +106,29 @@ def test_a_batch_that_does_not_fit_is_told_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("picture", "message"),
-    [("nowhere/found.png", "No such file or directory"), ("found.abc", "'abc' is not supported")],
+    [("nowhere/found.png", "there is no folder"), ("found.abc", "names no format that matplotlib can write")],
 )
-def test_a_picture_that_cannot_be_written_is_told_below_the_table(
-    picture: str, message: str, capsys: pytest.CaptureFixture[str]
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    picture: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*WORDS, "--checkpointing", "no", "--picture", picture]) == 2
-    printed = capsys.readouterr()
-    assert "zero3 8" in printed.out
-    assert message in printed.err
+    monkeypatch.setattr(estimate_command, "estimate", None)
+    assert main([*WORDS, "--picture", picture]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["matplotlib.figure", "matplotlib.backends.backend_agg"])
+def test_what_keeps_matplotlib_from_being_imported_is_told_before_the_work(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(estimate_command, "estimate", None)
+    monkeypatch.delitem(sys.modules, "shardwise.planning.picture", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([*WORDS, "--picture", "found.png"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"--picture: a picture needs matplotlib, which cannot be imported: import of {module} halted" in told
+    )
+    assert "pip install 'shardwise[pictures]'" in told
 
 
 def test_help_lists_strategies_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:

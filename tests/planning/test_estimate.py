@@ -20,7 +20,7 @@ import shardwise
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
-from shardwise.planning.report import figure_of
+from shardwise.planning.picture import figure_of
 from shardwise.torch_compat import c10d
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds
@@ -236,6 +236,7 @@ def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = estimate(on_meta(depth=1), world=4, strategy=["zero2", "zero3"], memory="1GB")
     found.picture(tmp_path / "estimate.png")
     assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.delitem(sys.modules, "shardwise.planning.picture")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         ImportError, match=r"import of matplotlib.figure halted.*pip install 'shardwise\[pictures\]'"

@@ -266,6 +266,12 @@ REFUSED = {
         "is 'cpu'",
         A_REMEDY,
     ),
+    "an unknown backend": refused(
+        lambda model: shard_model(model, wrap=Block, compile={"backend": "inductr"}), "ValueError", "inductr"
+    ),
+    "an unknown option": refused(
+        lambda model: shard_model(model, wrap=Block, compile={"bogus": 1}), "ValueError", "bogus"
+    ),
     "a backend alone": refused(
         lambda model: shard_model(model, wrap=Block, compile="inductor"),
         "TypeError",

@@ -267,6 +267,21 @@ model: into it with 228?
     )
 
 
+def test_an_ignored_parameter_does_not_count() -> None:
+    model = S(S(L(4, 4), L(4, 4)), L(4, 4))
+    assert_expected_inline(
+        asked(model, [model[0][0].bias, *model[0][1].parameters()]),
+        """\
+model: into it with 36?
+0: into it with 16?
+0.0: into it with 16?
+0.0: choose with 16?
+0: choose with 16?
+1: into it with 20?
+1: choose with 20?""",
+    )
+
+
 def test_a_parameter_counts_once_wherever_it_is_tied() -> None:
     """FSDP1 subtracts it for each chosen module that has it, down to numbers below 0."""
     model = Bag(inner=S(L(4, 4), L(4, 4), L(3, 3)), outer=L(2, 2))
@@ -535,10 +550,15 @@ def no_arguments() -> bool:
     return True
 
 
+def keyword_only(module: nn.Module, *, names: list[str]) -> bool:
+    return True
+
+
 def test_what_the_argument_may_not_be() -> None:
     arguments = [
-        *(3, L(2, 2), WrapBySize, {L: True}, CustomPolicy(is_narrow), {"Block"}, {L, int}),
-        *(no_arguments, max, transformer_auto_wrap_policy),
+        *(3, "blocks.*", L(2, 2), WrapBySize, dict, {L: True}, CustomPolicy(is_narrow)),
+        *({"Block"}, [L(2, 2)], {L, int}),
+        *(no_arguments, keyword_only, lambda *args: True, max, transformer_auto_wrap_policy),
     ]
     texts = [message(lambda a=argument: as_policy(a), TypeError) for argument in arguments]
     for text in texts:
@@ -555,15 +575,22 @@ shardwise.strategies.WrapBySize(...), or None for the repeated blocks.
 In place of a policy of FSDP1, pass the function that it was made of,
 and settings of single modules as overrides=.
 
+shard_model: wrap is 'blocks.*', a str. [...]
+
 shard_model: wrap is a Linear. [...]
 
 shard_model: wrap is the class WrapBySize. [...]
+
+shard_model: wrap is the class dict. [...]
 
 shard_model: wrap is a dict. [...]
 
 shard_model: wrap is a CustomPolicy. [...]
 
 shard_model: wrap contains 'Block', a str; pass module classes, or a
+function (name, module) -> bool to choose single modules.
+
+shard_model: wrap contains a Linear; pass module classes, or a
 function (name, module) -> bool to choose single modules.
 
 shard_model: wrap contains the class int; pass module classes, or a
@@ -573,6 +600,16 @@ shard_model: wrap is no_arguments, which takes () -> bool. Pass a
 function of (module), of (name, module) or of (module, recurse,
 nonwrapped_numel); give further arguments defaults, or values with
 functools.partial.
+
+shard_model: wrap is keyword_only, which takes (module:
+torch.nn.modules.module.Module, *, names: list[str]) -> bool. Pass a
+function of (module), of (name, module) or of (module, recurse,
+nonwrapped_numel); give further arguments defaults, or values with
+functools.partial.
+
+shard_model: wrap is <lambda>, which takes (*args). Pass a function of
+(module), of (name, module) or of (module, recurse, nonwrapped_numel);
+give further arguments defaults, or values with functools.partial.
 
 shard_model: wrap is max, whose signature Python cannot read. Pass a
 function that calls it: lambda module: ...
@@ -592,6 +629,7 @@ def test_what_the_policies_refuse() -> None:
             TypeError,
             lambda: WrapClasses("Block"),  # type: ignore[arg-type]
             lambda: WrapBySize("1e8"),  # type: ignore[arg-type]
+            lambda: WrapBySize(True),
             lambda: WrapBySize(3, keep_whole=[3]),  # type: ignore[list-item]
             lambda: WrapWhere(modern),
             lambda: WrapWhere(L),
@@ -603,6 +641,9 @@ WrapClasses: classes is 'Block', a str; pass a module class or a set
 of them.
 
 WrapBySize: min_num_params is '1e8', a str; pass the least number of
+parameters of a group, above 0.
+
+WrapBySize: min_num_params is True, a bool; pass the least number of
 parameters of a group, above 0.
 
 WrapBySize: keep_whole contains 3, an int; pass module classes, or a
@@ -625,10 +666,13 @@ modules: return True or False, and pass settings of single groups as
 shard_model(overrides={...}).""",
     )
     assert_expected_inline(
-        messages(ValueError, lambda: as_policy([]), lambda: WrapBySize(float("nan"))),
+        messages(ValueError, lambda: as_policy([]), lambda: WrapBySize(0), lambda: WrapBySize(float("nan"))),
         """\
 shard_model: wrap is empty; pass a module class, or wrap=None for the
 repeated blocks.
+
+WrapBySize: min_num_params is 0; pass the least number of parameters
+of a group, above 0.
 
 WrapBySize: min_num_params is nan; pass the least number of parameters
 of a group, above 0.""",
@@ -645,6 +689,7 @@ def test_a_policy_that_chooses_nothing_is_told_what_the_model_has() -> None:
             ValueError,
             lambda: choice(nn.Conv2d, model),
             lambda: choice(L, model, model.parameters()),
+            lambda: choice(Own(), encoder()),
         ),
         """\
 shard_model: WrapClasses(Conv2d) chose no module with parameters
@@ -656,6 +701,13 @@ wrap=, or pass wrap=None for the repeated blocks.
 shard_model: WrapClasses(Linear) chose no module with parameters
 inside the LanguageModel, so the whole model would be one group,
 unsharded at once. Modules that can be chosen: none. Choose some of
+these with wrap=, or pass wrap=None for the repeated blocks.
+
+shard_model: Own chose no module with parameters inside the Bag, so
+the whole model would be one group, unsharded at once. Modules that
+can be chosen: 5 x Linear, 4 x LayerNorm, 2 x
+NonDynamicallyQuantizableLinear, 2 x MultiheadAttention, 2 x
+TransformerEncoderLayer, 1 x Embedding and 1 more. Choose some of
 these with wrap=, or pass wrap=None for the repeated blocks.""",
     )
 
@@ -665,10 +717,14 @@ def test_what_a_policy_returns_is_checked() -> None:
     assert_expected_inline(
         messages(
             TypeError,
+            lambda: choice(Own("0"), model),
             lambda: choice(Own((1, L(2, 2)), kind=dict), model),
             lambda: choice(Own(kind=lambda _: None), model),
         ),
         """\
+shard_model: Own.choose() returned a list that contains '0', a str;
+return modules only.
+
 shard_model: Own.choose() returned a dict; return a list of modules.
 
 shard_model: Own.choose() returned None; return a list of modules.""",
@@ -677,18 +733,21 @@ shard_model: Own.choose() returned None; return a list of modules.""",
         messages(
             ValueError,
             lambda: choice(Own(model), model),
-            lambda: choice(Own("0"), model),
+            lambda: choice(Own(L(2, 2)), model),
+            lambda: choice(WrapClasses(nn.ModuleList), LanguageModel()),
         ),
         """\
-shard_model: Own.choose() returned a Sequential that is not a module
-inside the Sequential to be sharded. Return modules of the model it
-was given, and not the model itself, which is sharded in any case,
-after what was chosen inside it.
+shard_model: Own.choose() returned the model itself, a Sequential,
+which is sharded in any case, after what was chosen inside it. Leave
+it out.
 
-shard_model: Own.choose() returned '0', a str that is not a module
-inside the Sequential to be sharded. Return modules of the model it
-was given, and not the model itself, which is sharded in any case,
-after what was chosen inside it.""",
+shard_model: Own.choose() returned a Linear that is not inside the
+Sequential to be sharded. Return modules of the model it was given.
+
+shard_model: WrapClasses(ModuleList).choose() returned 'blocks', a
+ModuleList, which has no forward: its children are called one by one,
+so it is unknown when to unshard its parameters. Choose its children,
+or the module around it.""",
     )
 
 

@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 1 if nothing fits."""
+    _check_files(arguments)
     is_of_hub = ":" not in arguments.model and ("/" in arguments.model or Path(arguments.model).exists())
     model, batch = (_model_of_config(arguments.model), None) if is_of_hub else _model(arguments.model)
     batch = arguments.batch or batch
@@ -93,9 +94,27 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.json.write_text(found.to_json() + "\n")
         if arguments.picture is not None:
             found.picture(arguments.picture)
-    except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
         raise UsageError(str(error)) from error
     return int(not found.fitting())
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse files that could not be written: the estimate of a large model takes minutes."""
+    for path in filter(None, (arguments.json, arguments.picture)):
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
+    if arguments.picture is None:
+        return
+    try:
+        from shardwise.planning.picture import formats
+    except ImportError as error:
+        raise UsageError(f"--picture: {error}") from error
+    if arguments.picture.suffix.removeprefix(".").lower() not in formats():
+        raise UsageError(
+            f"{arguments.picture} names no format that matplotlib can write: give it a suffix of "
+            f"{', '.join(sorted(formats()))}."
+        )
 
 
 def _number(text: str | None) -> float | str | None:

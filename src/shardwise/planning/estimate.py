@@ -264,7 +264,10 @@ class _Runs:
         name = strategy + " with checkpointing" * is_checkpointed
         offloads = is_checkpointed and (offloads or self.offloads)
         self.tell(self.done, max(self.total, self.done + 1), name)
-        again, options = self.checkpointed * is_checkpointed, {"mp_policy": mp_policy or self.mp_policy}
+        again, options = (
+            self.checkpointed if is_checkpointed else [],
+            {"mp_policy": mp_policy or self.mp_policy},
+        )
         training = self.training if sample is None else self.train(sample)
         shard = shard_copies(training.model, self.blocks, again, offloads, options)
         roles = STRATEGIES[strategy].roles

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.arguments import check_type, describe
@@ -102,7 +103,12 @@ def compile_options(caller: str, wanted: Any) -> dict[str, Any] | None:
         return None
     kinds = "True, a dict of options of torch.compile, or False"
     check_type(caller, "compile", wanted, kinds, bool, Mapping)
-    return {} if wanted is True else dict(wanted)
+    options = {} if wanted is True else dict(wanted)
+    try:
+        torch.compile(nn.Identity(), **options)  # which looks at names, and compiles nothing yet
+    except Exception as error:
+        raise ValueError(f"{caller}: torch.compile refuses compile={wanted!r}: {error}") from error
+    return options
 
 
 # --- what explain shows ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
+from typing import Any
 
 from torch import nn
 
@@ -27,12 +28,8 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
             f"shard_model: {text_of(policy)}.choose() returned {describe(found)}; return a list of modules."
         )
     order = modules_inside(model)
-    if strangers := [each for each in found if each not in order]:
-        raise ValueError(
-            f"shard_model: {text_of(policy)}.choose() returned {describe(strangers[0])} that is not a module "
-            f"inside the {type(model).__name__} to be sharded. Return modules of the model it was given, and "
-            "not the model itself, which is sharded in any case, after what was chosen inside it."
-        )
+    for module in found:
+        _check_choice(policy, module, model, order)
     wanted = set(map(uncompiled, found))
     uncalled = never_called(model)
     result = [m for m in order if m in wanted and m not in uncalled and sizes_of(m, ignored)]
@@ -46,6 +43,28 @@ def chosen(policy: WrapPolicy, model: nn.Module, ignored: Set[int]) -> list[nn.M
             "wrap=None for the repeated blocks."
         )
     return result
+
+
+def _check_choice(policy: Any, module: Any, model: nn.Module, names: dict[nn.Module, str]) -> None:
+    where = f"shard_model: {text_of(policy)}.choose() returned"
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{where} a list that contains {describe(module)}; return modules only.")
+    if uncompiled(module) is uncompiled(model):
+        raise ValueError(
+            f"{where} the model itself, a {type(model).__name__}, which is sharded in any case, after what "
+            "was chosen inside it. Leave it out."
+        )
+    if module not in names:
+        raise ValueError(
+            f"{where} a {type(module).__name__} that is not inside the {type(model).__name__} to be sharded. "
+            "Return modules of the model it was given."
+        )
+    if not has_forward(module):
+        raise ValueError(
+            f"{where} '{names[module]}', a {type(module).__name__}, which has no forward: its children are "
+            "called one by one, so it is unknown when to unshard its parameters. Choose its children, "
+            "or the module around it."
+        )
 
 
 # --- several modules in one group -----------------------------------------------------------------
