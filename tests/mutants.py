@@ -49,7 +49,7 @@ RANKS_HANG_S = 40.0
 
 # By package of `src/shardwise`, the quickest and the most likely to find something first.
 TESTS = {
-    "layout": ["layout", "planning", "strategies/test_explain.py", "checkpoint/test_checkpoints_2d.py"],
+    "layout": ["layout", "planning", "strategies/test_explain.py", "checkpoint/test_checkpoint.py"],
     "ranks": ["ranks", "checkpoint/test_stopping.py"],
     "comm": [
         "comm",

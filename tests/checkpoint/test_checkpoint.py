@@ -20,8 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpointing import (
     HALF,
+    Keeper,
+    KeepsExtra,
     Net,
     NoScalars,
+    Pair,
     Run,
     Tied,
     by_block,
@@ -40,7 +43,7 @@ from harness import World
 from meshed import Layout, device_mesh, refusal
 from models import odd_model, shard_tower
 from on_ranks import on_ranks
-from reference import full
+from reference import adamw, full
 from strategies import Plan, live_bytes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -104,8 +107,11 @@ def test_a_model_on_meta_goes_on(world2: World, world3: World, tmp_path: Path, b
     assert_all_same(world3.run(second_half_from_meta, run), uninterrupted(run), 1e-10)
 
 
-def refusals_on_meta(run: Run) -> list[str]:
+@on_ranks(2)
+def test_a_model_on_meta_is_not_left_without_values(tmp_path: Path) -> None:
     """Nothing is left without values, and nobody computes with memory that has none."""
+    run = Run(path=str(tmp_path / "checkpoint"))
+    first_half(run)
     with torch.device("meta"):
         incomplete, larger = run.shard(Net().double(), None), Net().double()
         larger.register_buffer("passing", torch.ones(2), persistent=False)
@@ -114,14 +120,8 @@ def refusals_on_meta(run: Run) -> list[str]:
     optimizer = torch.optim.SGD(incomplete.parameters(), lr=0.1, momentum=0.9)
     told.append(refusal(load_checkpoint, run.path, incomplete, optimizer))
     told.append(refusal(incomplete, torch.ones(1, 6, dtype=torch.float64)))
-    return [text.replace(os.path.dirname(run.path), "RUN") for text in told]
-
-
-def test_a_model_on_meta_is_not_left_without_values(world2: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "checkpoint"))
-    world2.run(first_half, run)
     assert_expected_inline(
-        "\n".join(alike(world2.run(refusals_on_meta, run))),
+        "\n".join(told).replace(str(tmp_path), "RUN"),
         """\
 RuntimeError: load_checkpoint: passing is on the meta device, without values, and will not be loaded (no state dict contains buffers with persistent=False). Call shardwise.materialize(model) first.
 ValueError: RUN/checkpoint holds the state of AdamW, but is loaded into SGD. One kind of optimizer cannot use the state of another: build the same kind, or load only the model.
@@ -145,55 +145,42 @@ class TiedOutside(nn.Module):
         return self.head(self.inner(self.middle(self.embed(x))[0])) * self.inner.scale
 
 
-def ties_outside(run: Run) -> dict[str, Any]:
+def ties_outside(path: str) -> None:
     """Load into memory that the meta device had not, under an optimizer that was there before."""
-    torch.manual_seed(0)
-    source = TiedOutside()
-    with torch.device("meta"):
-        model = TiedOutside()
     found = []
-    for each in (source, model):
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = TiedOutside()
         if dist.is_initialized():
-            fully_shard(each.inner)
-        optimizer = torch.optim.AdamW(each.parameters())
-        if each is model:
-            load_checkpoint(run.path, model, optimizer)
+            fully_shard(model.inner)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if device == "cpu":
+            model(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+            save_checkpoint(path, model, optimizer)
+        else:
+            load_checkpoint(path, model, optimizer)
             assert model.head.weight is model.embed.weight
             assert model.inner.scale is model.scale
             owned = {id(param) for param in optimizer.param_groups[0]["params"]}
             assert owned == {id(param) for param in model.parameters()}
-        each(torch.arange(8)).square().mean().backward()
+        optimizer.zero_grad()
+        model(torch.arange(8)).square().mean().backward()
         optimizer.step()
-        if each is source:
-            save_checkpoint(run.path, source, optimizer)
-            each(torch.arange(8)).square().mean().backward()
-            optimizer.zero_grad()
-            each(torch.arange(8)).square().mean().backward()
-            optimizer.step()
-        found.append(everything(each, optimizer))
+        found.append(everything(model, optimizer))
     assert_all_same(found[1:], found[0], 0.0)
-    return found[1]
 
 
 @pytest.mark.parametrize("world", [0, 2])
 def test_ties_outside_groups_outlive_the_meta_device(
     request: pytest.FixtureRequest, tmp_path: Path, world: int
 ) -> None:
-    run = Run(path=str(tmp_path / "checkpoint"))
+    path = str(tmp_path / "checkpoint")
     if world:
-        world_of(request, world).run(ties_outside, run)
+        world_of(request, world).run(ties_outside, path)
     else:
-        ties_outside(run)
-
-
-def test_one_process_without_a_group_goes_on_and_so_do_ranks(world2: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "checkpoint"))
-    want = uninterrupted(run)
-    assert_all_same([first_half(run)], want, 0.0)
-    assert_all_same([second_half(run)], want, 0.0)
-    assert_all_same(world2.run(second_half, run), want, 1e-10)
-    assert_all_same(world2.run(first_half, run), want, 1e-10)
-    assert_all_same([second_half(run)], want, 1e-10)
+        ties_outside(path)
 
 
 # --- from any way of sharding to any other --------------------------------------------------------
@@ -269,25 +256,47 @@ def test_any_way_of_sharding_goes_on(
     goes_on(request, replace(run, shard=ways[0]), replace(run, shard=ways[1]), sizes)
 
 
-TP = Layout((2, 2), ("shard", "tp"), ("shard",))
-
-
-def tensor_parallel(model: nn.Module, layout: Layout | None) -> nn.Module:
-    if layout is None:
-        return by_block(model, None)
-    for block in model.blocks:
+def on_mesh(shape: tuple[int, ...], seed: int, hidden: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Pair(6, hidden), nn.Linear(6, 3))
+    mesh = device_mesh(shape, ("replicate", "shard", "tp"))
+    if shape[2] > 1:
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(block, layout.mesh()["tp"], plan)
-    return by_block(model, layout)
+        parallelize_module(model[0], mesh["tp"], plan)
+    for each in (model[0], model):
+        fully_shard(each, mesh=mesh["replicate", "shard"])
+    return model, adamw(model)
 
 
-@pytest.mark.slow
-def test_tensor_parallel_ranks_save_for_others_and_load_theirs(
-    request: pytest.FixtureRequest, tmp_path: Path
+BOTH = (1, 2, 2)
+SHAPES = [BOTH, (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hidden"),
+    [
+        (BOTH, (2, 2, 1), 8),
+        ((2, 1, 2), BOTH, 7),  # shards of different sizes
+        *(
+            pytest.param(*pair, hidden, marks=pytest.mark.slow)
+            for shape in SHAPES
+            for pair in ((BOTH, shape), (shape, BOTH))
+            for hidden in (7, 8)
+        ),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_a_checkpoint_of_any_mesh_is_loaded_by_any_other(
+    tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...], hidden: int
 ) -> None:
-    run = Run(shard=tensor_parallel, path=str(tmp_path / "checkpoint"))
-    goes_on(request, replace(run, layout=TP), run, (4, 2))
-    goes_on(request, run, replace(run, layout=TP), (3, 4))
+    model, optimizer = on_mesh(first, 1, hidden)
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "x", model, optimizer)
+    other, fresh = on_mesh(second, 2, hidden)
+    load_checkpoint(tmp_path / "x", other, fresh)
+    assert_all_same([everything(other, fresh)], everything(model, optimizer), 0.0)
 
 
 def odd_values(path: str, seed: int, does_load: bool) -> dict[str, Any]:
@@ -338,29 +347,6 @@ def test_stages_of_a_pipeline_share_a_checkpoint_with_averages_of_their_own(
     load_checkpoint(path, whole)
     assert torch.equal(whole[0].weight, saved[0]["0.weight"])
     assert torch.equal(whole[1].weight, saved[3]["1.weight"])
-
-
-class Keeper:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class KeepsExtra(nn.Linear):
-    def __init__(self, state: Any) -> None:
-        super().__init__(2, 2)
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
 
 
 def history_of(path: str, length: int, does_load: bool) -> list[int]:
@@ -522,19 +508,6 @@ def test_different_values_for_tied_names_are_refused(world2: World, tmp_path: Pa
 # --- what ranks have of their own -----------------------------------------------------------------
 
 
-class Own:
-    """An object whose state ranks do not have in common."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "tensor": torch.full((1000,), float(len(str(self.value))))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"], state["tensor"][0].item()
-
-
 @on_ranks(3)
 def test_copies_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(4)))
@@ -543,11 +516,11 @@ def test_copies_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.fill_(rank)
-    own = Own("rank" + rank * "!")
+    own = Keeper({"value": rank, "tensor": torch.full((1000,), rank)})
     save_checkpoint(path, model, states={"own": own})
     load_checkpoint(path, model, states={"own": own})
     assert {v for b in model.buffers() if b.is_floating_point() for v in b.tolist()} == {0.0}
-    assert own.value == ("rank", 4.0)
+    assert (own.state["value"], own.state["tensor"].unique().tolist()) == (0, [0])
 
 
 # --- inference mode -------------------------------------------------------------------------------
@@ -622,23 +595,6 @@ def test_torchs_recipe_loads_ours(world2: World, world3: World, tmp_path: Path) 
     assert_all_same(world3.run(loaded_by_torch, run), uninterrupted(run), 1e-10)
 
 
-def keys_of_both(run: Run) -> tuple[set[str], set[str]]:
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
-    save_checkpoint(run.path, model, optimizer)
-    state, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=run.path + "-torch")
-    ours, torchs = (dcp.FileSystemReader(run.path + end).read_metadata() for end in ("", "-torch"))
-    return set(torchs.state_dict_metadata), set(ours.state_dict_metadata)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("shard", [by_block, inner_compiled, recomputed])
-def test_the_keys_are_those_of_torchs_recipe(world2: World, tmp_path: Path, shard: Any) -> None:
-    torchs, ours = world2.run(keys_of_both, Run(shard=shard, path=str(tmp_path / "checkpoint")))[0]
-    assert {key for key in ours if not key.startswith("shardwise.")} == torchs
-
-
 # --- what a caller adds ---------------------------------------------------------------------------
 
 SHARED = {
@@ -673,25 +629,6 @@ def test_what_a_caller_adds_comes_back_as_it_was(world2: World, world3: World, t
     assert first[1] == {}
     assert repr(second[1]) == repr({"rng": torch.ones(2, dtype=torch.int64), "seen": [0]})
     assert [own for _, own, _ in world3.run(with_extras, path, True)] == [None] * 3
-
-
-def randomness(path: str, does_load: bool) -> list[float]:
-    model = fully_shard(nn.Linear(3, 4))
-    if does_load:
-        loaded = load_checkpoint(path, model)
-        assert loaded.per_rank is not None
-        torch.set_rng_state(loaded.per_rank["torch"])
-    else:
-        torch.manual_seed(100 + dist.get_rank())
-        save_checkpoint(path, model, per_rank={"torch": torch.get_rng_state()})
-    return torch.rand(3).tolist()
-
-
-def test_each_rank_goes_on_with_its_own_random_numbers(world2: World, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    saved = world2.run(randomness, path, False)
-    assert saved[0] != saved[1]
-    assert world2.run(randomness, path, True) == saved
 
 
 # --- beside training ------------------------------------------------------------------------------
@@ -896,32 +833,6 @@ def test_names_of_several_numbers_are_compared_from_the_left(tmp_path: Path, old
     for value, name in enumerate((newer, older)):
         saved_step(tmp_path / name, float(value))
     assert latest_checkpoint(tmp_path) == tmp_path / newer
-
-
-def test_numbers_with_decimals_are_kept_in_their_order(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-    for number in ("1", "1.25", "1.5"):
-        save_checkpoint(tmp_path / f"epoch-{number}", model)
-    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-1.5"
-    save_checkpoint(tmp_path / "epoch-1.125", model, keep=1)  # later ones are not touched
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.125", "epoch-1.25", "epoch-1.5"]
-    save_checkpoint(tmp_path / "epoch-1.75", model, keep=2)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch-1.5", "epoch-1.75"]
-    save_checkpoint(tmp_path / "epoch-2", model, keep=1)
-    assert latest_checkpoint(tmp_path) == tmp_path / "epoch-2"
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    save_checkpoint(path, nn.Linear(1, 1))
-    for spelled in (path, f"{path}/", path / ".." / "run"):
-        with pytest.raises(ValueError, match="latest_checkpoint") as caught:
-            latest_checkpoint(spelled)
-        assert_expected_inline(
-            str(caught.value).replace(str(tmp_path), "PATH"),
-            """latest_checkpoint: PATH/run is itself a checkpoint, not a folder of checkpoints. Pass it to load_checkpoint, or the folder that holds it to latest_checkpoint.""",
-        )
 
 
 def test_checkpoints_without_numbers_are_not_passed_by_in_silence(tmp_path: Path) -> None:

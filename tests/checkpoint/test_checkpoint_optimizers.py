@@ -127,21 +127,6 @@ def test_an_optimizer_that_never_stepped_is_saved_as_such(world2: World, tmp_pat
     assert_all_same([after_steps_of_its_own(run)], want, 1e-10)
 
 
-def with_gradients_pending(run: Run) -> dict[str, Any]:
-    """Gradients are there, and the optimizer is fresh: torch's recipe then loads no state."""
-    model, optimizer = run.start(2)
-    run.loss(model, 5).backward()
-    load_checkpoint(run.path, model, optimizer)
-    run.train(model, optimizer, HALF)
-    return everything(model, optimizer)
-
-
-def test_gradients_in_the_way_do_not_matter(world2: World, tmp_path: Path) -> None:
-    run = Kind("Adam").run(tmp_path)
-    world2.run(first_half, run)
-    assert_all_same(world2.run(with_gradients_pending, run), uninterrupted(run), 1e-10)
-
-
 def forms(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [
         {
@@ -198,38 +183,6 @@ def test_an_optimizer_that_made_its_state_on_the_meta_device_is_loaded(world2: W
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def grouped(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.2},
-        {"params": others, "lr": 3 * lr, "betas": (0.5, 0.9)},
-    ]
-    return torch.optim.AdamW(groups, lr=lr)
-
-
-def scheduled(run: Run, path: str | None, start: int, steps: int, lr: float) -> Any:
-    model, _ = run.start(1 if path is None else 2)
-    optimizer = grouped(model, lr)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    if path is not None:
-        scheduler.load_state_dict(load_checkpoint(path, model, optimizer).shared["scheduler"])
-    for number in range(start, start + steps):
-        run.train(model, optimizer, number, 1)
-        scheduler.step()
-    if path is None:
-        save_checkpoint(run.path, model, optimizer, shared={"scheduler": scheduler.state_dict()})
-    return everything(model, optimizer) | {"lr": [group["lr"] for group in optimizer.param_groups]}
-
-
-def test_groups_and_their_schedule_go_on(world2: World, world3: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "whole"))
-    want = scheduled(run, None, 0, 4, 0.05)
-    half = replace(run, path=str(tmp_path / "half"))
-    world2.run(scheduled, half, None, 0, 2, 0.05)
-    assert_all_same(world3.run(scheduled, half, half.path, 2, 2, 0.7), want, 1e-10)
-
-
 def two_optimizers(run: Run, does_load: bool) -> dict[str, Any]:
     model, _ = run.start(1 + does_load)
     params = dict(model.named_parameters())
@@ -255,26 +208,6 @@ def test_several_optimizers_share_a_checkpoint(world2: World, world3: World, tmp
 
 
 # --- frozen and unfrozen --------------------------------------------------------------------------
-
-
-def unfrozen_later(run: Run, does_load: bool) -> dict[str, Any]:
-    """From step 2 on the inlet's bias, which has had no state so far, is trained as well."""
-    model, optimizer = run.start(1 + does_load)
-    if does_load:
-        load_checkpoint(run.path, model, optimizer)
-    else:
-        run.train(model, optimizer, 0)
-        save_checkpoint(run.path, model, optimizer)
-    model.inlet.bias.requires_grad_(True)
-    run.train(model, optimizer, HALF)
-    return everything(model, optimizer)
-
-
-def test_a_parameter_may_be_unfrozen_after_loading(world2: World, world3: World, tmp_path: Path) -> None:
-    run = Run(path=str(tmp_path / "checkpoint"))
-    want = unfrozen_later(run, False)
-    world2.run(unfrozen_later, run, False)
-    assert_all_same(world3.run(unfrozen_later, run, True), want, 1e-10)
 
 
 class InTuples(torch.optim.SGD):

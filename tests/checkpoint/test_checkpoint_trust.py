@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpointing import KeepsExtra
 from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
@@ -192,20 +193,12 @@ def test_an_index_of_other_types_is_refused(tmp_path: Path, what: str) -> None:
     assert re.search("ValueError: RUN/x(/.metadata)? (is damaged|cannot be read)", refused(path))
 
 
-class Stateful(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return Path("of the module")
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
-
-
 def objects(folder: str) -> list[str]:
     """Attacks in each place where a checkpoint has objects, loaded on all ranks."""
     rank, found = dist.get_rank(), []
     for where in ("shared", "per_rank", "extra_state"):
         path, marker = f"{folder}/{where}", Path(f"{folder}/{where}-marker-{rank}")
-        model = fully_shard(Stateful(4, 4) if where == "extra_state" else nn.Linear(4, 4))
+        model = fully_shard(KeepsExtra(Path("of the module")) if where == "extra_state" else nn.Linear(4, 4))
         extras = {} if where == "extra_state" else {where: {"it": Attack(marker)}}
         with pytest.warns(UserWarning, match=r"only be loaded with trust=True"):
             save_checkpoint(path, model, **extras)
@@ -254,7 +247,7 @@ def plain_values() -> dict[str, Any]:
 
 
 def test_what_needs_trust_is_named_when_it_is_saved(tmp_path: Path) -> None:
-    path, model = tmp_path / "x", nn.Sequential(Stateful(2, 2), nn.Linear(2, 2))
+    path, model = tmp_path / "x", nn.Sequential(KeepsExtra(Path("of the module")), nn.Linear(2, 2))
     shared = plain_values() | {"array": {"mean": [np.zeros(2)]}}
     with pytest.warns(UserWarning, match="save_checkpoint") as caught:
         save_checkpoint(path, model, shared=shared, per_rank={"numpy": np.random.get_state()})

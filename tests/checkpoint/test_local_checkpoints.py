@@ -13,13 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
+from checkpointing import train_tower
+from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
-from meshed import refusal
-from models import built, random_batch, shard_tower, uneven_tower
-from reference import adamw, full, mean_of_squares
+from meshed import parameters_of, refusal
+from models import built, shard_tower, uneven_tower
+from reference import adamw
 from torch import nn
 
 from shardwise import load_checkpoint, resume, save_checkpoint
@@ -40,34 +41,25 @@ def job(base: str, last_step: int, exchanged: bool = False, **save: Any) -> tupl
     optimizer, folder = adamw(model), folder_of(base, exchanged)
     loaded = resume(f"{base}/shared", model, optimizer, local=folder)
     for step in range(loaded.step, last_step):
-        rows = random_batch(step, 12, 7).chunk(dist.get_world_size())[dist.get_rank()]
-        mean_of_squares(model, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_tower(model, optimizer, range(step, step + 1))
         shared = {"step": step + 1}
         path = f"{folder}/step-{step + 1}"
         pending = save_checkpoint(path, model, optimizer, shared=shared, keep=2, local=True, **save)
     pending.wait()
-    return loaded.step, {name: full(param) for name, param in model.named_parameters()}
+    return loaded.step, parameters_of(model)
 
 
 @cache
 def plain(num_steps: int) -> Weights:
     """The weights of one process that was never interrupted."""
     model = built(uneven_tower)
-    optimizer = adamw(model)
-    for step in range(num_steps):
-        mean_of_squares(model, random_batch(step, 12, 7)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters())
+    train_tower(model, adamw(model), range(num_steps))
+    return parameters_of(model)
 
 
 def assert_resumed(results: list[tuple[int, Weights]], first_step: int, last_step: int) -> None:
     assert [step for step, _ in results] == [first_step] * len(results)
-    for _, weights in results:
-        for name, want in plain(last_step).items():
-            torch.testing.assert_close(weights[name], want, rtol=0, atol=1e-10)
+    assert_all_same([weights for _, weights in results], plain(last_step))
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
+from checkpointing import train_tower
+from comparing import assert_equal
 from expecttest import assert_expected_inline
 from harness import World
-from meshed import refusal
-from models import built, random_batch, shard_tower, uneven_tower
+from meshed import parameters_of, refusal
+from models import built, shard_tower, uneven_tower
 from on_ranks import on_ranks
-from reference import adamw, full, mean_of_squares
+from reference import adamw
 from torch import nn
 
 from shardwise import latest_checkpoint, resume, save_checkpoint
@@ -20,58 +21,29 @@ from shardwise.checkpoint import folders
 from shardwise.state import EMA
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None, steps: range) -> None:
-    """Each rank has its rows of the same batches, whatever the number of ranks."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for step in steps:
-        rows = random_batch(step, 12, 7).chunk(world)[rank]
-        mean_of_squares(model, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if ema is not None:
-            ema.update()
-
-
-def values(model: nn.Module) -> dict[str, Any]:
-    return {name: full(param) for name, param in model.named_parameters()}
-
-
-def job(folder: str, last_step: int, **save: Any) -> Any:
+def job(folder: str, last_step: int) -> Any:
     model = built(uneven_tower)
     shard_tower(model)
     optimizer, ema = adamw(model), EMA(model)
     loaded = resume(folder, model, optimizer, states={"ema": ema})
     for step in range(loaded.step, last_step):
-        train(model, optimizer, ema, range(step, step + 1))
+        train_tower(model, optimizer, range(step, step + 1))
+        ema.update()
         if step % 2 == 1:
             shared = {"step": step + 1, "seen": 12 * (step + 1)}
-            save_checkpoint(
-                f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared, **save
-            )
-    with ema.swap():
-        averages = values(model)
-    return loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), values(model), averages
+            save_checkpoint(f"{folder}/step-{step + 1}", model, optimizer, states={"ema": ema}, shared=shared)
+    found = loaded.path and loaded.path.name, loaded.step, loaded.shared.get("seen"), ema.num_updates
+    return found, parameters_of(model)
 
 
 def test_a_job_that_is_started_again_goes_on(world2: World, world3: World, tmp_path: Path) -> None:
     plain = built(uneven_tower)
-    train(plain, adamw(plain), None, range(14))
-    for got in world2.run(job, str(tmp_path / "run"), 12):
-        assert got[:3] == (None, 0, None)
-    for path, step, seen, weights, _ in world3.run(job, str(tmp_path / "run"), 14):
-        assert (path, step, seen) == ("step-12", 12, 144)
-        for name, want in values(plain).items():
-            torch.testing.assert_close(weights[name], want, rtol=0, atol=1e-10)
-
-
-def test_states_come_back(world2: World, tmp_path: Path) -> None:
-    """Averages of an interrupted job are those of one that was not."""
-    at_once = world2.run(job, str(tmp_path / "once"), 4)
-    world2.run(job, str(tmp_path / "run"), 2)
-    for got, want in zip(world2.run(job, str(tmp_path / "run"), 4), at_once, strict=True):
-        assert got[1] == 2
-        for name, average in want[4].items():
-            assert torch.equal(got[4][name], average)
+    train_tower(plain, adamw(plain), range(14))
+    for found, _ in world2.run(job, str(tmp_path / "run"), 12):
+        assert found == (None, 0, None, 12)
+    for found, weights in world3.run(job, str(tmp_path / "run"), 14):
+        assert found == ("step-12", 12, 144, 14)
+        assert_equal(weights, parameters_of(plain), atol=1e-10)
 
 
 @on_ranks(2)

@@ -1,8 +1,7 @@
 """``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint in all their options, on our shards.
 
 A run is interrupted, its states go through them into another model, and what it does next is what plain PyTorch
-does in one process without interruption. docs/guides/checkpoints.md has the table. Where torch itself fails, a
-test shows that models that nobody has sharded fail alike, and another what works instead.
+does in one process without interruption. docs/guides/checkpoints.md has the table.
 """
 
 import warnings
@@ -10,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from checkpointing import HALF, Net, NoScalars, Run, Tied, everything, uninterrupted
 from comparing import assert_all_same, assert_equal
 from harness import World
-from meshed import Layout, refusal
+from meshed import Layout
 from on_ranks import on_ranks
 from reference import full
 from torch import Tensor, nn
@@ -33,7 +31,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from shardwise import full_state_dict, load_full_state_dict
 from shardwise.state import load_full_optimizer_state_dict
@@ -192,13 +189,11 @@ def test_states_of_a_block(keeps_prefixes: bool) -> None:
 LACKING = "blocks.0.up.weight"
 
 
-def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, list[str]]:
+def set_without_a_key(options: dict[str, bool]) -> tuple[str, list[str]]:
     """What a strict call says, and the keys that one which is not returns as missing."""
-    model, other = [run_of(is_sharded).start(seed)[0] for seed in (1, 2)]
+    model, other = [Run(Net).start(seed)[0] for seed in (1, 2)]
     state = get_model_state_dict(model, options=StateDictOptions(**options))
     del state[LACKING]
-    if is_sharded and options == FULL:
-        assert LACKING in refusal(load_full_state_dict, model, state)
     text = ""
     try:
         set_model_state_dict(other, dict(state), options=StateDictOptions(**options))
@@ -210,22 +205,11 @@ def set_without_a_key(options: dict[str, bool], is_sharded: bool) -> tuple[str, 
     return text, found.missing_keys
 
 
-def run_of(is_sharded: bool) -> Run:
-    return Run(Net) if is_sharded else Run(Net, shard=lambda model, layout: model)
-
-
 @pytest.mark.parametrize("options", [{}, FULL | FROM_RANK_0], ids=["sharded", "from rank 0"])
 def test_strict_refuses_what_is_missing_by_name(world2: World, options: dict[str, bool]) -> None:
-    for text, missing in world2.run(set_without_a_key, options, True):
+    for text, missing in world2.run(set_without_a_key, options):
         assert f'Missing key(s) in state_dict: "{LACKING}"' in text
         assert missing == ([] if options else [LACKING])  # torch fills it with what is there
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_torch_does_not_miss_a_key_of_a_full_state_and_our_loader_does(
-    world2: World, is_sharded: bool
-) -> None:
-    assert world2.run(set_without_a_key, FULL, is_sharded) == [("", [])] * 2
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -280,45 +264,7 @@ def test_stateful_objects_change_the_number_of_ranks(
     assert_all_same(second.run(loads, run), uninterrupted(run), ATOL)
 
 
-# --- where torch fails, and what works ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-@on_ranks(2)
-def test_torch_cannot_set_full_and_flat_states(is_sharded: bool) -> None:
-    """Given back what it returned, torch looks for nested keys in a flat state."""
-    model, optimizer = run_of(is_sharded).start(1)
-    options = StateDictOptions(**FULL, **FLAT)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    with pytest.raises(KeyError, match=r"'param_groups\.0\.params\.0'"):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-@on_ranks(2)
-def test_torch_hangs_where_a_rank_has_no_states_and_one_call_sets_both(is_sharded: bool) -> None:
-    """Such a rank leaves the model out, and rank 0 waits for it."""
-    # How often this rank asks for what rank 0 has: it is not told, so that nobody waits.
-    model, optimizer = run_of(is_sharded).start(1)
-    way = Way(FULL | OFFLOAD, FULL | OFFLOAD | FROM_RANK_0)
-    states = way.get(model, optimizer)
-    module = "torch.distributed.checkpoint.state_dict"
-    with (
-        mock.patch(f"{module}._load_optim_state_dict"),
-        mock.patch(f"{module}._broadcast_state_dict") as asks,
-    ):
-        way.set(model, optimizer, states)
-    assert asks.call_count == [1, 0][dist.get_rank()]
-
-
-@on_ranks(2)
-def test_torch_takes_the_state_of_a_scalar_for_a_count_of_steps() -> None:
-    """So that the next step fails; torch's own fully_shard takes no scalars."""
-    states = WAYS["full"].get(*half(Run(Net)))
-    model, optimizer = Run(Net).start(2)
-    WAYS["full"].set(model, optimizer, states)
-    kept = [optimizer.state[param]["exp_avg"] for param in (model.blocks[0].gain, model.outlet.weight)]
-    assert [type(each) for each in kept] == [Tensor, DTensor]
+# --- what works where torch fails -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("build", "reader"), [(Net, "ours"), (Tied, "ours"), (Net, "torch's")])

@@ -211,7 +211,7 @@ def test_shards_and_what_unsharded_shows_stay_exact(world: World, strategy: str)
 def regression_with_quantized_all_gathers(dtype: torch.dtype | None) -> list[float]:
     mp_policy = MixedPrecisionPolicy(param_dtype=dtype)
     ranks = (dist.get_rank(), dist.get_world_size())
-    return losses_of_regression(*ranks, "zero3", None, comm_policy=quantized(), mp_policy=mp_policy)
+    return losses_of_regression(*ranks, "zero3", comm_policy=quantized(), mp_policy=mp_policy)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16], ids=str)

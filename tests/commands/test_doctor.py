@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from expecttest import assert_expected_inline
 
 from shardwise.__main__ import main
 from shardwise.commands import doctor
+from shardwise.doctor import examine
 from shardwise.doctor.devices import judge_devices
-from shardwise.doctor.job import Surroundings, table
+from shardwise.doctor.job import table
 from shardwise.doctor.network import judge
 
-AROUND = Surroundings(
-    versions={"python": "3.11.9", "torch": "2.13.0", "shardwise": "0.1.0"},
-    environment={"NCCL_DEBUG": "WARN", "HOME": "/home/ada", "NCCL_SOCKET_IFNAME": "eth0"},
-    host="node0",
-)
+VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "shardwise": "0.1.0"}
+AROUND: dict[str, Any] = {
+    "versions": VERSIONS,
+    "environment": {"NCCL_DEBUG": "WARN", "HOME": "/home/ada", "NCCL_SOCKET_IFNAME": "eth0"},
+    "host": "node0",
+    "clock": time.time,
+}
 
 
 def steady(text: str) -> str:
@@ -46,30 +50,17 @@ def examined(*options: str, defects: dict[int, dict[str, Any]] | None = None) ->
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
     printed = io.StringIO()
-    around = replace(AROUND, **(defects or {}).get(dist.get_rank(), {}))
-    with contextlib.redirect_stdout(printed):
+    around = AROUND | (defects or {}).get(dist.get_rank(), {})
+    with (
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(examine, "versions", side_effect=lambda: dict(around["versions"])),
+        mock.patch.object(examine, "os", SimpleNamespace(environ=around["environment"])),
+        mock.patch.object(examine, "time", SimpleNamespace(time=around["clock"])),
+        mock.patch("platform.node", return_value=around["host"]),
+    ):
         words = [option.format(rank=dist.get_rank()) for option in options]
-        status = doctor.run(parser.parse_args(["--timeout", "12", "--device", "cpu", *words]), around)
+        status = doctor.run(parser.parse_args(["--timeout", "12", "--device", "cpu", *words]))
     return status, printed.getvalue()
-
-
-def test_a_process_alone_where_all_is_well(world1: Any, tmp_path: Path) -> None:
-    ((status, text),) = world1.run(examined, "--folder", str(tmp_path / ""))
-    assert status == 0
-    assert_expected_inline(
-        steady(text),
-        """\
-verdict  what  found
-ok  ranks  1 on one machine (node0)
-ok  versions  python 3.11.9, torch 2.13.0, shardwise 0.1.0
-ok  environment  NCCL_DEBUG=WARN
-ok  clocks  at most N ms from that of rank 0
-ok  folder /test_a_process_alone_where_all0  shared by all ranks; write, fsync and rename work; N GB free
-ok  devices  cpu on all ranks
-ok  mesh  shard 1, over gloo
-
-7 ok, 0 slow, 0 wrong""",
-    )
 
 
 def test_two_ranks_where_all_is_well(world2: Any, tmp_path: Path) -> None:
@@ -149,7 +140,7 @@ def test_what_is_otherwise_on_one_rank_is_wrong(world2: Any, tmp_path: Path) -> 
     """A folder that only rank 0 has, a clock that is off, other versions, another environment."""
     other = {
         "clock": fast_clock,
-        "versions": {**AROUND.versions, "torch": "2.12.1"},
+        "versions": {**VERSIONS, "torch": "2.12.1"},
         "environment": {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_ALGO": "Ring"},
     }
     folder = str(tmp_path) + "/host{rank}"

@@ -209,24 +209,18 @@ def curve_of_bench(arguments: list[str]) -> Curve:
 
 
 @pytest.mark.slow
-def test_muon_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: World) -> None:
-    """To the rounding of the iteration, which is in bfloat16."""
-    (expected,) = world1.run(curve_of_bench, ["--optimizer", "muon"], timeout=300)
+@pytest.mark.parametrize(("name", "rel"), [("muon", 1e-3), ("soap", 5e-3)])
+def test_other_optimizers_train_the_gpt_on_two_processes_as_on_one(
+    world1: World, world2: World, name: str, rel: float
+) -> None:
+    """To the rounding of Muon's iteration, in bfloat16; and of SOAP's eigenvectors of rows that no batch touched."""
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    (expected,) = world1.run(curve_of_bench, ["--optimizer", name], timeout=300)
     (adamw,) = world1.run(curve_of_bench, [], timeout=300)
     assert expected[0][-1] != pytest.approx(adamw[0][-1], rel=1e-4)
-    for got in world2.run(curve_of_bench, ["--optimizer", "muon"], timeout=300):
-        assert_same(got[:2], expected[:2], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_soap_trains_the_gpt_on_two_processes_as_on_one(world1: World, world2: World) -> None:
-    """To rounding, which decides the eigenvectors of rows that no batch has touched."""
-    pytest.importorskip("pytorch_optimizer")
-    (expected,) = world1.run(curve_of_bench, ["--optimizer", "soap"], timeout=300)
-    (adamw,) = world1.run(curve_of_bench, [], timeout=300)
-    assert expected[0][-1] != pytest.approx(adamw[0][-1], rel=1e-2)
-    for got in world2.run(curve_of_bench, ["--optimizer", "soap"], timeout=300):
-        assert_same(got[:2], expected[:2], rel=5e-3)
+    for got in world2.run(curve_of_bench, ["--optimizer", name], timeout=300):
+        assert_same(got[:2], expected[:2], rel=rel)
 
 
 def test_the_peer_trains_the_same_gpt(world2: World) -> None:
@@ -321,19 +315,6 @@ def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
         world2.run(train_gpt, [*keeps, "--resume", "--compile", resumed], timeout=300), plain, strict=True
     ):
         assert got[0] == pytest.approx(want[0], rel=0, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved", "resumed"), [("block", "model"), ("model", "block")])
-def test_a_compiled_gpt_runs_from_its_command_line(tmp_path: Path, saved: str, resumed: str) -> None:
-    sizes = [*GPT, "--workers=1", f"--checkpoint-dir={tmp_path / 'saved'}", f"--out={tmp_path}"]
-    for arguments in (["--compile", saved], ["--compile", resumed, "--resume"]):
-        run = torchrun(2, EXAMPLES / "train_gpt.py", [*sizes, *arguments])
-        assert run.returncode == 0, run.stderr
-        assert ("resumed at step 2" in run.stdout) == ("--resume" in arguments)
-        assert "validation loss" in run.stdout
-        if "--resume" not in arguments:
-            shutil.rmtree(tmp_path / "saved" / "step-00000003")
 
 
 @pytest.mark.slow

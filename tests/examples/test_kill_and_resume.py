@@ -139,14 +139,6 @@ def assert_goes_on(ended: Run, kills: list[Kill]) -> None:
         assert start in {last, max(0, last - EVERY)}, (ended.starts, kills)
 
 
-@pytest.mark.slow
-def test_killed_at_random_steps(tmp_path: Path, unbroken: Losses) -> None:
-    kills = random_kills(seed=0, count=3)
-    ended = run(tmp_path, 2, kills)
-    assert losses_of(ended) == unbroken
-    assert_goes_on(ended, kills)
-
-
 # What is killed in the midst of saving which checkpoint, and where the next attempt begins.
 WHILE_SAVING = [
     pytest.param({(1, "writing", 8): 4, (0, "publishing", 8): 4}, id="second-checkpoint"),

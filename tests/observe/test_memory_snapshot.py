@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -235,32 +234,11 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "in backward": (5, 1.5, 0, 0.25, 2.5),  # in flight are gradients in bf16
         "after backward": (5, 0, 0, 0, 5),
     }),
-    "one rank, accumulation": (1, accumulation, {}, {
-        "one microbatch": (5, 0, 0, 5, 0),
-        "two": (5, 0, 0, 5, 0),
-        "reduced": (5, 0, 0, 0, 5),
-    }),
     "two ranks": (2, a_step, {}, {
         "before the first forward": (2.5, 0, 0, 0, 0),
         "before forward": (2.5, 0, 0, 0, 0),
         "in forward": (2.5, 3, 0, 0, 0),  # the root's, the block's, and the next block's
         "between": (2.5, 2, 0, 0, 0),  # the root's and the last block's
-        "in backward": (2.5, 3, 0, 1, 1.5),
-        "after backward": (2.5, 0, 0, 0, 2.5),
-    }),
-    "four ranks": (4, a_step, {}, {
-        "before the first forward": (1.25, 0, 0, 0, 0),
-        "before forward": (1.25, 0, 0, 0, 0),
-        "in forward": (1.25, 3, 0, 0, 0),
-        "between": (1.25, 2, 0, 0, 0),
-        "in backward": (1.25, 3, 0, 1, 0.75),
-        "after backward": (1.25, 0, 0, 0, 1.25),
-    }),
-    "kept after forward": (2, a_step, {"reshard_after_forward": False}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
-        "before forward": (2.5, 0, 0, 0, 0),
-        "in forward": (2.5, 4, 0, 0, 0),
-        "between": (2.5, 5, 0, 0, 0),
         "in backward": (2.5, 3, 0, 1, 1.5),
         "after backward": (2.5, 0, 0, 0, 2.5),
     }),
@@ -271,14 +249,6 @@ CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[st
         "between": (1.25, 2.5, 0, 0, 0),
         "in backward": (1.25, 3.5, 0, 1, 0.75),
         "after backward": (1.25, 0, 0, 0, 1.25),
-    }),
-    "bf16": (2, a_step, {"mp_policy": BF16}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
-        "before forward": (2.5, 0, 0, 0, 0),
-        "in forward": (2.5, 1.5, 0, 0, 0),
-        "between": (2.5, 1, 0, 0, 0),
-        "in backward": (2.5, 1.5, 0, 0.5, 1.25),
-        "after backward": (2.5, 0, 0, 0, 2.5),
     }),
     "bf16, reduced in float32": (2, a_step, {"mp_policy": REDUCED_IN_F32}, {
         "before the first forward": (2.5, 0, 0, 0, 0),
@@ -372,7 +342,7 @@ def not_seen(world: World, options: dict[str, Any]) -> set[str]:
     return set()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("world", "name"), [(case[0], name) for name, case in CASES.items()], indirect=["world"]
 )
@@ -475,19 +445,6 @@ blocks.2  unsharding  empty            2.4        4.7     -               -     
 blocks.3  sharded     empty            2.4          -     -               -        -
 ----------------------------------------------------------------------------------------------------------------------------------------------------------
 total                                 11.8       14.2     -               -        -""",
-    )
-    assert_expected_inline(
-        found["between"],
-        """\
-group     parameters  gradients  MB shards  unsharded  kept  full gradients  reduced  in memory because
-----------------------------------------------------------------------------------------------------------------------------------------------------------
-Stack     unsharded   empty            2.4        4.7     -               -        -  a forward or a backward uses it, or the caller has chosen to keep it
-blocks.0  sharded     empty            2.4          -     -               -        -
-blocks.1  sharded     empty            2.4          -     -               -        -
-blocks.2  sharded     empty            2.4          -     -               -        -
-blocks.3  unsharded   empty            2.4        4.7     -               -        -  the next backward probably begins with it
-----------------------------------------------------------------------------------------------------------------------------------------------------------
-total                                 11.8        9.4     -               -        -""",
     )
     assert_expected_inline(
         found["in backward"],
@@ -602,22 +559,3 @@ def test_what_has_no_values_takes_no_memory() -> None:
     snapshot = memory_snapshot(fully_shard(model))
     assert snapshot.total_bytes == 0
     assert snapshot.groups[0].state == "sharded"
-
-
-def test_totals_are_sums_and_nothing_can_be_changed() -> None:
-    names = [field.name for field in fields(GroupSnapshot) if field.name.endswith("_bytes")]
-    sizes = dict(zip(names, (1, 2, 4, 8, 16), strict=True))
-    group = GroupSnapshot("a", ("a",), "sharded", None, "empty", **sizes)
-    snapshot = MemorySnapshot.of((group, replace(group, reduced_gradient_bytes=0)))
-    assert group.total_bytes == 31
-    assert [getattr(snapshot, name) for name in names] == [2, 4, 8, 16, 16]
-    assert snapshot.total_bytes == 46
-    with pytest.raises(FrozenInstanceError):
-        group.shard_bytes = 0  # type: ignore[misc]
-
-
-def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_snapshot: there is no sharded module in this Linear"):
-        memory_snapshot(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="memory_snapshot: model is 3, an int"):
-        memory_snapshot(3)  # type: ignore[arg-type]

@@ -10,21 +10,19 @@ from reference import mean_of_squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise
 from shardwise import fully_shard
-from shardwise.observe import CollectiveCounts, count_collectives
-
-
-def sharded(mesh: Any = None) -> Any:
-    model = built(even_tower)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh)
+from shardwise.observe import CollectiveCounts, count_collectives, memory_snapshot
+from shardwise.strategies import register_comm_hook
 
 
 def counted(replicates: bool) -> tuple[CollectiveCounts, CollectiveCounts, CollectiveCounts]:
     """Of a step, of one inside another's context without synchronisation, and of a block alone."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_r", "dp_s")) if replicates else None
-    model = sharded(mesh)
+    model = built(even_tower)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
     with count_collectives(model) as both:
         with count_collectives(model) as step:
             mean_of_squares(model, random_batch(0, 4)).backward()
@@ -57,8 +55,18 @@ def test_replicas_only_reduce(world2: World) -> None:
         assert set(step.all_reduce.values()) == {1}
 
 
-def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="count_collectives: there is no sharded module in this Linear"):
-        count_collectives(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(TypeError, match="count_collectives: model is 3, an int"):
-        count_collectives(3).__enter__()  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("count_collectives", lambda model: count_collectives(model).__enter__()),
+        ("memory_snapshot", memory_snapshot),
+        ("trace", lambda model: shardwise.trace(model).__enter__()),
+        ("explain", shardwise.explain),
+        ("register_comm_hook", lambda model: register_comm_hook(model, None, print)),
+    ],
+)
+def test_what_is_not_sharded_is_refused(name: str, call: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: there is no sharded module in this Linear"):
+        call(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=f"{name}: model is 3, an int"):
+        call(3)

@@ -299,14 +299,14 @@ SHOWN_BY: dict[str, str] = {
         ),
         "param_init_fn model_sharded_context": "test_materialize.test_values_are_those_of_one_process",
         "sync_module_states init_sync": (
-            "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+            "test_sync_module_states.test_ranks_without_values_get_those_of_the_source"
         ),
         "broadcast_buffers forward_sync_buffers": (
             "test_sync_module_states.test_buffers_that_drifted_apart_are_made_equal"
         ),
         "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
         "apply": ("test_unsharded.test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch"),
-        "clip_grad_norm_": "test_clipping.test_replicas_count_once",
+        "clip_grad_norm_": "test_clipping.test_gradients_are_clipped_as_plain_ones",
         "named_parameters named_buffers": (
             "test_module_class.test_names_order_and_shapes_are_those_of_the_plain_model_at_any_moment"
         ),
@@ -384,7 +384,7 @@ SHOWN_BY |= {
     ),
     "rank0_only with writeback": "test_unsharded.test_arguments_that_do_not_fit_are_refused",
     "sync_module_states needs a GPU": (
-        "test_sync_module_states.test_a_model_that_one_rank_has_loaded_is_sharded_everywhere"
+        "test_sync_module_states.test_ranks_without_values_get_those_of_the_source"
     ),
 }
 

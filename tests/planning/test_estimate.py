@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.dry_run.arguments import memory_in_bytes
+from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
 from shardwise.planning.picture import figure_of
@@ -31,6 +32,7 @@ def on_meta(**sizes: int) -> nn.Module:
 
 
 BATCH = torch.empty(16, 512, device="meta")
+PLAIN: dict[str, Any] = {"world": 2, "strategy": "zero3", "batch": BATCH, "activation_checkpointing": False}
 
 
 def test_a_table_for_people() -> None:
@@ -81,38 +83,32 @@ def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_the_largest_batch_is_the_last_that_fits(strategy: str) -> None:
-    arguments = {"world": 4, "strategy": strategy, "memory": "150MB", "activation_checkpointing": False}
+    arguments = PLAIN | {"world": 4, "strategy": strategy, "memory": "150MB"}
     runs: list[str] = []
     (row,) = estimate(
-        on_meta(),
-        batch="16x512:fp32",
-        **arguments,
-        largest_batch=True,
-        progress=lambda done, total, name: runs.append(name),
+        on_meta(), **arguments, largest_batch=True, progress=lambda done, total, name: runs.append(name)
     ).rows
     assert len(runs) <= 10
     assert row.largest_batch is not None
     assert row.largest_batch > 16
     for size in (row.largest_batch, row.largest_batch + 1):
-        (other,) = estimate(on_meta(), batch=torch.empty(size, 512, device="meta"), **arguments).rows
+        (other,) = estimate(on_meta(), **arguments | {"batch": torch.empty(size, 512, device="meta")}).rows
         assert (other.peak.num_bytes <= 150e6) == (size == row.largest_batch)
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller() -> None:
-    arguments = {"world": 2, "batch": "4096x512:fp32", "largest_batch": True, "strategy": "zero3"}
-    found = estimate(on_meta(), **arguments, memory="100MB", activation_checkpointing=False)
+    arguments = PLAIN | {"batch": "4096x512:fp32", "largest_batch": True}
+    found = estimate(on_meta(), **arguments, memory="100MB")
     assert found.rows[0].peak.num_bytes > 100e6
     assert 0 < (found.rows[0].largest_batch or 0) < 4096
-    found = estimate(on_meta(), **arguments, memory="1MB", activation_checkpointing=False)
+    found = estimate(on_meta(), **arguments, memory="1MB")
     assert found.rows[0].largest_batch == 0
     assert "largest batch" in str(found)
 
 
 @pytest.mark.slow
 def test_what_would_have_to_change_where_nothing_fits() -> None:
-    found = estimate(
-        on_meta(), world=2, strategy="zero3", batch=BATCH, activation_checkpointing=False, memory="45MB"
-    )
+    found = estimate(on_meta(), **PLAIN, memory="45MB")
     assert not found.fitting()
     assert_expected_inline(
         str(found).partition("\n\nNone")[2],
@@ -127,13 +123,7 @@ def test_what_would_have_to_change_where_nothing_fits() -> None:
     # Each change does what it says.
     (by_ranks,) = [change for change in found.changes if change.what.endswith("ranks")]
     assert by_ranks.fits
-    again = estimate(
-        on_meta(),
-        world=int(by_ranks.what.split()[0]),
-        strategy="zero3",
-        batch=BATCH,
-        activation_checkpointing=False,
-    )
+    again = estimate(on_meta(), **PLAIN | {"world": int(by_ranks.what.split()[0])})
     assert again.rows[0].peak.num_bytes == by_ranks.num_bytes < 45e6
 
 
@@ -187,12 +177,6 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
             assert sum(peak["by_kind"].values()) == peak["bytes"]
         assert line["activations"] > 0
     assert read["memory"] == 10**9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "gigabytes"), [("h100", 80), ("A100-40GB", 40), ("RTX 4090", 24)])
-def test_memory_may_be_that_of_a_device(name: str, gigabytes: int) -> None:
-    assert memory_in_bytes("estimate", name) == gigabytes * 10**9
 
 
 def test_a_model_without_blocks_has_no_row_with_checkpointing() -> None:
@@ -303,10 +287,6 @@ def test_a_job_that_runs_goes_on() -> None:
 
 @on_ranks(2)
 def test_other_threads_see_their_own_process_groups() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from shardwise.dry_run.fake_world import fake_world
-
     with ThreadPoolExecutor(1) as pool:
         with fake_world({"shard": 7}, lambda *_: None):
             sizes = [dist.get_world_size(), pool.submit(dist.get_world_size).result()]
@@ -325,8 +305,6 @@ def test_a_dry_run_and_a_job_may_have_equal_meshes(first: str) -> None:
     """On an equal mesh: DTensor takes it for the same."""
     torch.manual_seed(0)
     expected = nn.Linear(5, 3).state_dict()
-    from shardwise.dry_run.fake_world import fake_world
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     found = [full_values(mesh)] if first == "job" else []
     sent: list[int] = []
@@ -339,8 +317,6 @@ def test_a_dry_run_and_a_job_may_have_equal_meshes(first: str) -> None:
 
 
 def test_names_of_process_groups_are_free_again() -> None:
-    from shardwise.dry_run.fake_world import fake_world
-
     with fake_world({"replicate": 2, "shard": 3}, lambda *_: None) as mesh:
         names = [mesh.get_group(dim).group_name for dim in (0, 1)]
     for name in names:
@@ -355,14 +331,8 @@ def test_names_of_process_groups_are_free_again() -> None:
 
 def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
     """But copies for two groups, and reduced gradients of three; tests/software_gpu compares with an allocator."""
-    options: dict[str, Any] = {
-        "world": 2,
-        "strategy": "zero3",
-        "batch": BATCH,
-        "activation_checkpointing": False,
-    }
-    (kept,) = estimate(on_meta(), **options).rows
-    found = estimate(on_meta(), offload_policy="cpu", **options)
+    (kept,) = estimate(on_meta(), **PLAIN).rows
+    found = estimate(on_meta(), offload_policy="cpu", **PLAIN)
     (moved,) = found.rows
     assert (moved.parameters, moved.gradients, moved.optimizer_state) == (
         kept.parameters,
@@ -384,13 +354,7 @@ def test_what_is_offloaded_is_in_no_peak_of_the_device() -> None:
 
 
 def test_whole_parameters_are_on_the_device_while_they_are_used() -> None:
-    options: dict[str, Any] = {
-        "world": 2,
-        "strategy": "ddp",
-        "batch": BATCH,
-        "activation_checkpointing": False,
-    }
-    (row,) = estimate(on_meta(depth=1), offload_policy="cpu", **options).rows
+    (row,) = estimate(on_meta(depth=1), offload_policy="cpu", **PLAIN | {"strategy": "ddp"}).rows
     assert row.peaks["forward"].num_bytes > row.parameters
 
 
@@ -408,7 +372,6 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
     [
         ({"world": 0}, "world is 0; pass a number of ranks"),
         ({"world": "8x"}, "world is '8x'"),
-        ({"world": (2, -1)}, "all above 0"),
         ({"world": 8, "strategy": "zero4"}, "there is no strategy 'zero4'. Pass one of ddp, zero1"),
         (
             {"world": 16, "strategy": "hybrid"},
@@ -418,12 +381,8 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             {"world": 8, "optimizer": "adamv"},
             "estimate: there is no optimizer 'adamv'. Pass one of adamw, adam",
         ),
-        ({"world": 8, "strategy": "SHARD_GRAD_OP"}, "FSDP1's SHARD_GRAD_OP is called 'zero2'"),
-        ({"world": 8, "mp_policy": "bf61"}, "there is no mp_policy 'bf61'. Pass 'bf16' or 'fp16'"),
-        ({"world": 8, "offload_policy": "disk"}, "there is no offload_policy 'disk'. Pass 'cpu'"),
         ({"world": 8, "offload_policy": "cpu", "device": "cpu"}, "Leave one of them out"),
         ({"world": 8, "memory": "80 GBs"}, "memory '80 GBs' is not an amount of memory"),
-        ({"world": 8, "memory": "0GB"}, "a number above 0"),
         ({"world": 8, "bandwidth": "5GB/s"}, "bandwidth needs the speed of the device and a batch"),
         ({"world": 8, "batch": BATCH, "flops": "h99", "bandwidth": 1}, "flops is 'h99'"),
         (
@@ -475,9 +434,9 @@ def test_bad_types_are_refused() -> None:
 
 def test_the_callers_modes_do_not_matter() -> None:
     model = on_meta(depth=1)
-    plain = estimate(model, world=4, strategy="zero3", batch=BATCH, activation_checkpointing=False)
+    plain = estimate(model, **PLAIN)
     with torch.no_grad(), torch.device("meta"):
-        found = estimate(model, world=4, strategy="zero3", batch=BATCH, activation_checkpointing=False)
+        found = estimate(model, **PLAIN)
     assert found.to_json() == plain.to_json()
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         estimate(model.requires_grad_(False), world=4)
@@ -488,7 +447,7 @@ def test_a_model_of_tokens_with_tied_weights_and_buffers() -> None:
         model = LanguageModel(vocabulary=64, width=32)
     model.head.weight = model.embed.weight
     model.register_buffer("table", torch.zeros(1000, 1000, device="meta"))
-    (row,) = estimate(model, world=2, strategy="zero3", batch="2x9", activation_checkpointing=False).rows
+    (row,) = estimate(model, **PLAIN | {"batch": "2x9"}).rows
     whole = sum(p.numel() * 4 for p in model.parameters())
     assert row.parameters == pytest.approx(whole / 2, rel=0.02)
     assert row.peak.by_kind["buffers and batch"] >= 4_000_000

@@ -2,14 +2,11 @@
 
 import copy
 import io
-import pickle
-from typing import Any
 
 import pytest
 import torch
 from arrangements import Way, world_of
 from comparing import same
-from meshed import refusal
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
@@ -85,29 +82,6 @@ def test_a_copied_or_saved_parameter_is_in_no_bucket() -> None:
     copies = [copy.deepcopy(param), torch.load(file, weights_only=True)]
     assert all(torch.equal(each.to_local(), param.to_local()) for each in copies)
     assert [bucket_and_index(each) is not None for each in (param, *copies)] == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    "thing",
-    [
-        shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        shardwise.CPUOffloadPolicy(),
-        shardwise.CommPolicy(prefetch=2, quantized_all_gather=shardwise.policies.QuantizedAllGather()),
-        shardwise.state.LoadReport(missing=("a",)),
-    ],
-    ids=lambda thing: type(thing).__name__,
-)
-def test_policies_and_reports_travel_by_pickle(thing: Any) -> None:
-    assert pickle.loads(pickle.dumps(thing)) == thing
-
-
-@on_ranks(2)
-def test_a_sharded_model_does_not_travel_but_its_class_does() -> None:
-    model = Way(2).model()
-    told = refusal(pickle.dumps, model)
-    assert "NotImplementedError" in told
-    assert "state_dict()" in told
-    assert pickle.loads(pickle.dumps(type(model))) is type(model)
 
 
 def copied_model(way: Way) -> bool:

@@ -19,27 +19,19 @@ def mesh_of_a_fake_world(rank: int, world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,))
 
 
-def planned(world: int, device: str) -> dict[str, Any]:
+def planned(world: int) -> dict[str, Any]:
     mesh = mesh_of_a_fake_world(world - 1, world)
-    with torch.device(device):
-        model: Any = nn.Sequential(
-            *(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)) for _ in range(3))
-        )
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)) for _ in range(3)))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found: dict[str, Any] = {
+    events = events_of(model)
+    model(torch.ones(2, 256)).sum().backward()
+    return {
         "local": [list(p.to_local().shape) for p in model[0].parameters()],
         "full": [list(p.shape) for p in model[0].parameters()],
-        "bytes": sum(b.flat_shard.bytes.numel() for b in model[0]._shardwise_state.group.buckets),
+        "events": len(events),
     }
-    try:
-        events = events_of(model)
-        model(torch.ones(2, 256)).sum().backward()
-        found["events"] = len(events)
-    except RuntimeError as error:
-        found["error"] = str(error)
-    return found
 
 
 @pytest.mark.processes
@@ -52,19 +44,10 @@ def planned(world: int, device: str) -> dict[str, Any]:
     ],
 )
 def test_a_step_is_planned_for_a_rank_of_any_world(world: int, local: list[list[int]]) -> None:
-    result = in_a_new_process(planned, world, "cpu")
+    result = in_a_new_process(planned, world)
     assert result["local"] == local
     assert result["full"] == [[512, 256], [512], [256, 512], [256]]
     assert result["events"] > 0
-
-
-@pytest.mark.processes
-def test_a_model_on_the_meta_device_is_planned_but_does_not_run() -> None:
-    result = in_a_new_process(planned, 1024, "meta")
-    assert result["bytes"] == 256 * 4 + 16 + 512 * 4 + 16
-    assert result["error"].startswith(
-        "Cannot run forward: 12 parameters are still on the meta device: 0.0.weight"
-    )
 
 
 def collectives_of(block: nn.Module, mesh: DeviceMesh) -> tuple[int, int, int]:

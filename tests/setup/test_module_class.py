@@ -9,12 +9,11 @@ import pytest
 import torch
 from comparing import assert_equal
 from dynamo import quiet_dynamo
-from events import counts, events_of
 from harness import World
 from models import Block, Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch import Tensor, nn
-from towers import assert_close, backward, gradients, plain_gradients, plain_tower, sharded_tower
+from towers import backward, gradients, plain_tower, sharded_tower
 
 from shardwise import FSDPModule, fully_shard, unsharded
 
@@ -287,33 +286,6 @@ def test_a_sharded_sequential_is_still_a_sequential() -> None:
     }
 
 
-def sequence_in_training(is_sharded: bool) -> dict[str, Tensor | None]:
-    model = sharded_sequence() if is_sharded else plain_sequence()
-    backward(model)
-    backward(model[:5], 1)
-    return gradients(model)
-
-
-def test_a_slice_of_a_sharded_sequential_trains(world2: World) -> None:
-    for got in world2.run(sequence_in_training, is_sharded=True):
-        assert_close(got, sequence_in_training(is_sharded=False))
-
-
-@on_ranks(1)
-def test_a_list_of_sharded_blocks_is_still_a_list() -> None:
-    model = sharded_tower()
-    blocks = model.blocks
-    rest = blocks[1:]
-    assert {
-        "class": type(blocks) is nn.ModuleList,
-        "len": len(blocks),
-        "all sharded": all(isinstance(block, FSDPModule) for block in blocks),
-        "slice": type(rest) is nn.ModuleList
-        and [b is c for b, c in zip(rest, list(blocks)[1:], strict=True)],
-        "index": blocks[-1] is model.get_submodule("blocks.2"),
-    } == {"class": True, "len": 3, "all sharded": True, "slice": [True, True], "index": True}
-
-
 # --- what nn.Module offers ------------------------------------------------------------------------
 
 
@@ -409,63 +381,3 @@ def test_apply_reaches_the_shards_and_forward_sees_it(world2: World) -> None:
     for output, returns_itself in world2.run(output_after_apply, is_sharded=True):
         assert returns_itself
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-
-
-def frozen_and_thawed() -> tuple[list[str], list[str], dict[str, Tensor | None]]:
-    model = sharded_tower()
-    returned = model.requires_grad_(False)
-    assert returned is model
-    assert not model(random_batch(0, 4)).requires_grad
-    model.blocks[1].requires_grad_(True)
-    events = events_of(model)
-    backward(model)
-    with_gradients = [name for name, grad in gradients(model).items() if grad is not None]
-    reduced = list(counts(events, "reduce"))
-    model.requires_grad_(True)
-    model.zero_grad()
-    backward(model)
-    return with_gradients, reduced, gradients(model)
-
-
-def test_requires_grad_freezes_and_thaws(world2: World) -> None:
-    names = [f"blocks.1.{name}" for name, _ in plain_tower().blocks[1].named_parameters()]
-    for with_gradients, reduced, got in world2.run(frozen_and_thawed):
-        assert with_gradients == names
-        assert reduced == ["blocks.1"]
-        assert_close(got, plain_gradients(0))
-
-
-class WithDropout(Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.dropout(x))
-
-
-@on_ranks(1)
-def test_train_and_eval_reach_every_module() -> None:
-    torch.manual_seed(0)
-    model = shard_tower(WithDropout().double())
-    x = random_batch(0, 4)
-    facts: list[Any] = [torch.equal(model(x), model(x))]
-    facts += [model.eval() is model, {module.training for module in model.modules()}]
-    facts += [torch.equal(model(x), model(x))]
-    facts += [model.train() is model, {module.training for module in model.modules()}]
-    assert facts == [False, True, {False}, True, True, {True}]
-
-
-@on_ranks(2)
-def test_the_registered_parameters_are_the_same_objects_for_ever() -> None:
-    model = sharded_tower()
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    same = []
-    for step in range(2):
-        backward(model, step)
-        same.append(all(a is b for a, b in zip(params, model.parameters(), strict=True)))
-        optimizer.step()
-        optimizer.zero_grad()
-        same.append(all(param.grad is None for param in model.parameters()))
-    assert same == [True] * 4

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrangements import Way, built
-from comparing import alike, assert_equal, same
+from checkpointing import Pair
+from comparing import assert_equal, same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from models import random_batch
 from on_ranks import on_ranks
 from reference import LocalAdamW, mean_of_squares
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import full_state_dict, fully_shard, load_full_state_dict
 from shardwise.state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
@@ -132,32 +133,6 @@ def test_a_plain_run_goes_on_sharded(way: Way, kind: str, keys: str, everywhere:
     step(plain, plain_optimizer, 2)
     step(model, optimizer, 2)
     assert_equal(full_state_dict(model, rank0_only=False), plain.state_dict(), atol=1e-10)
-
-
-def plain_step(way: Way, kind: str, first: Any, second: Any) -> dict[str, Tensor]:
-    model = built(way.build)
-    optimizer = OPTIMIZERS[kind](model)
-    model.load_state_dict(first)
-    optimizer.load_state_dict(second)
-    step(model, optimizer, 2)
-    return model.state_dict()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(2)
-def test_a_sharded_run_goes_on_plainly(kind: str) -> None:
-    """What `optim_state_dict` of FSDP1 and its rekeying were for."""
-    way = Way(2)
-    plain, _ = trained_plainly(way, kind, range(3))
-    model = way.model()
-    optimizer = OPTIMIZERS[kind](model)
-    for number in range(2):
-        step(model, optimizer, number)
-    first, second = full_state_dict(model, optimizer)
-    if is_first():
-        numbered = rekey_optimizer_state_dict(second, model, optimizer, "id")
-        assert_equal(plain_step(way, kind, first, numbered), plain.state_dict(), atol=1e-10)
 
 
 @on_ranks(2)
@@ -343,26 +318,16 @@ def test_nested_state_keeps_its_dtypes() -> None:
     assert_equal(full_state_dict(model, second)[1], saved, atol=1e-10)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4, dtype=torch.float64)
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
-
-
 @pytest.mark.parametrize(("is_stepped", "foreach"), [(False, True), (True, False)])
 @on_ranks(2)
 def test_the_state_of_a_scalar_parameter(is_stepped: bool, foreach: bool) -> None:
-    plain = Scaled()
+    torch.manual_seed(0)
+    plain = Pair(4, 4).double()
     optimizer = torch.optim.AdamW(plain.parameters())
     for number in range(2):
         step(plain, optimizer, number)
-    model = Scaled()
-    fully_shard(model)
+    torch.manual_seed(0)
+    model = fully_shard(Pair(4, 4).double())
     first = torch.optim.AdamW(model.parameters(), foreach=foreach)
     step(model, first, 0)
     weights, state = full_state_dict(model, first, rank0_only=False)
@@ -377,11 +342,9 @@ def test_the_state_of_a_scalar_parameter(is_stepped: bool, foreach: bool) -> Non
 
 @on_ranks(2)
 def test_a_tied_parameter_goes_by_any_of_its_names() -> None:
-    model = Tied()
-    model.head.weight = model.embed.weight
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    model = Way(2, build="tied").model()
+    optimizer = torch.optim.AdamW([model.embed.weight])
+    model(torch.tensor([1, 2, 3, 4])).sum().backward()
     optimizer.step()
     _, state = full_state_dict(model, optimizer, rank0_only=False)
     (group,) = state["param_groups"]
@@ -390,18 +353,9 @@ def test_a_tied_parameter_goes_by_any_of_its_names() -> None:
         "state": {"head.weight": state["state"]["embed.weight"]},
         "param_groups": [{**group, "params": ["head.weight"]}],
     }
-    fresh = torch.optim.AdamW(model.parameters())
+    fresh = torch.optim.AdamW([model.embed.weight])
     load_full_optimizer_state_dict(model, fresh, renamed if is_first() else None)
     assert_equal(full_state_dict(model, fresh, rank0_only=False)[1], state)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
 
 
 @on_ranks(2)
@@ -420,7 +374,12 @@ def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     model = Way(2).model()
     optimizer = adamw(model)
     step(model, optimizer, 0)
@@ -447,16 +406,8 @@ def refusals() -> list[str]:
         refusal(full_state_dict, model, "adam"),
     ]
     assert same(full_state_dict(model, optimizer, rank0_only=False)[1], good)
-    return told
-
-
-def is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-def test_what_does_not_fit_is_refused_on_all_ranks(world2: World) -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(refusals))),
+        "\n".join(told),
         """\
 ValueError: load_full_optimizer_state_dict: the optimizer has other parameters; saved only: nope.weight. Nothing was loaded.
 RuntimeError: rank 0: load_full_optimizer_state_dict: the state is of an optimizer with 2 parameters, and this one has 22. Build it over the same parameters.

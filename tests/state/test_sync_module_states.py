@@ -89,16 +89,6 @@ def test_a_model_that_is_not_sharded_comes_from_the_source_in_pieces_of_any_size
         assert_equal(got, in_full(built(src)))
 
 
-@on_ranks(2)
-def test_a_model_that_one_rank_has_loaded_is_sharded_everywhere() -> None:
-    want, model = built(1), built(dist.get_rank())
-    sync_module_states(model, src=1)
-    fully_shard(model)
-    assert_equal(in_full(model), in_full(want))
-    outputs = [each(random_batch(0, 12)).detach() for each in (model, want)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
-
-
 # --- after sharding -------------------------------------------------------------------------------
 
 
@@ -266,7 +256,8 @@ global rank.""",
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
+@on_ranks(1)
+def test_wrong_arguments_and_moments_are_refused() -> None:
     with torch.device("meta"):
         bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = fully_shard(nn.Sequential(LanguageModel()))
@@ -280,12 +271,8 @@ def refusals() -> list[str]:
         found.append(refusal(sync_module_states, model))
     model[0].register_forward_hook(lambda *_: found.append(refusal(sync_module_states, model)))
     model(torch.zeros(1, 3, dtype=torch.int64))
-    return found
-
-
-def test_wrong_arguments_and_moments_are_refused(world1: World) -> None:
     assert_expected_inline(
-        "\n".join(map(wrapped, world1.run(refusals)[0])),
+        "\n".join(map(wrapped, found)),
         """\
 ValueError: rank 7 does not hold this model: this rank shares it with
 [0], and those with others perhaps. Name one of the ranks that were

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import Layout
-from models import Block, LanguageModel, Tower, uneven_tower
-from refusals import assert_says, assert_says_what_to_do
+from models import LanguageModel, Tower, uneven_tower
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -143,21 +142,6 @@ blocks.1       Block     zero3     shard 2         152        0.0006       0.000
   blocks.1.up  Linear    zero3     shard 2         144        0.0006       0.0003  float32
 total          2 groups                            296        0.0012       0.0006""",
     )
-
-
-def half_of_a_group(in_a_list: bool) -> nn.Module:
-    model = Tower()
-    for block in model.blocks:
-        fully_shard(block.up)
-    fully_shard([model.blocks[0], model.blocks[1]])
-    half = fully_shard(model).blocks[0]
-    return nn.ModuleList([half]) if in_a_list else half
-
-
-def test_a_part_of_a_group_shows_what_is_inside_that_part(world2: World) -> None:
-    for in_a_list, expected in ((False, ["blocks.0, blocks.1", "  blocks.0.up"]), (True, ["0", "  0.up"])):
-        header, _, *lines = same(world2, half_of_a_group, in_a_list).splitlines()
-        assert [line[: header.index("class")].rstrip() for line in lines[:-2]] == expected
 
 
 # --- meshes ---------------------------------------------------------------------------------------
@@ -293,29 +277,3 @@ def offloaded() -> nn.Module:
 
 def test_shards_on_another_device_are_said_to_be(world1: World) -> None:
     assert "  float32 on meta -> bfloat16" in same(world1, offloaded)
-
-
-def trained() -> nn.Module:
-    model = tower()
-    before = explain(model)
-    model(torch.randn(2, 8)).sum().backward()
-    model.unshard()
-    assert explain(model) == before
-    return model
-
-
-def test_nothing_changes_while_parameters_are_unsharded(world2: World) -> None:
-    same(world2, trained)
-
-
-# --- refusals -------------------------------------------------------------------------------------
-
-
-def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="no sharded module in this Tower") as error:
-        explain(Tower())
-    assert_says_what_to_do(str(error.value))
-    for wrong, shown in ((Block, "the class Block"), ([Tower()], "a list"), (None, "model is None")):
-        with pytest.raises(TypeError) as error:
-            explain(wrong)  # type: ignore[arg-type]
-        assert_says(str(error.value), "explain", shown)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dynamo import quiet_dynamo
 from meshed import Layout, part
 from models import random_batch
-from reference import full
+from reference import full, mean_of_squares
 from torch import Tensor, nn
 
 from shardwise import fully_shard, load_checkpoint, save_checkpoint
@@ -69,6 +69,29 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outlet(torch.tanh(self.middle(self.inlet(x))))
+
+
+class Keeper:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class KeepsExtra(nn.Linear):
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
 
 
 def by_block(model: nn.Module, layout: Layout | None) -> nn.Module:
@@ -153,6 +176,15 @@ def second_half(run: Run, strict: bool = True) -> dict[str, Any]:
 def loaded_into(run: Run) -> tuple[Loaded, dict[str, Any]]:
     model, optimizer = run.start(2)
     return load_checkpoint(run.path, model, optimizer), everything(model, optimizer)
+
+
+def train_tower(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Each rank has its rows of the same batches, whatever the number of ranks."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for step in steps:
+        mean_of_squares(model, random_batch(step, BATCH_SIZE, 7).chunk(world)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # --- one layer, whose weight is one number ------------------------------------------------------------

@@ -63,6 +63,20 @@ class SquareBlock(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class SquareTower(nn.Module):
+    """Square matrices alone, the outlet in the root's group: every number of bytes is plain arithmetic."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SquareBlock(width) for _ in range(depth))
+        self.outlet = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
 class Tower(nn.Module):
     """Blocks between an input and an output layer, which belong to the root's group."""
 

@@ -1,23 +1,27 @@
 """What a trace of a real step records, on any number of ranks."""
 
 import threading
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
-from dynamo import forget_graphs
 from harness import World
-from models import SquareBlock, built, random_batch, shard_tower
+from meshed import device_mesh
+from models import SquareTower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from reference import mean_of_squares
 from simulated_device import streams_on_the_host
+from strategies import shard_as
+from tensor_subclasses import TravelsLow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import CommPolicy
+from shardwise import CommPolicy, fully_shard, no_sync
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.tracing import timeline
@@ -31,33 +35,26 @@ ROOT_BYTES = WIDTH * WIDTH * 8
 BLOCKS = [f"blocks.{index}" for index in range(DEPTH)]
 
 
-class Model(nn.Module):
-    """Square matrices alone: every number of bytes is plain arithmetic, without padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SquareBlock(WIDTH) for _ in range(DEPTH))
-        self.outlet = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
+def made() -> Any:
+    return built(SquareTower, WIDTH, DEPTH, seed=0)
 
 
-def build(mesh: Any = None, **options: Any) -> Any:
-    model = built(Model, seed=0)
-    return shard_tower(model, mesh=mesh, **options)
+def build(**options: Any) -> Any:
+    return shard_tower(made(), **options)
 
 
 def backward(model: nn.Module, index: int = 0) -> None:
     mean_of_squares(model, random_batch(index, 4, WIDTH)).backward()
 
 
-def training(model: nn.Module) -> Any:
+def training(model: nn.Module, microbatches: int = 1) -> Any:
+    """Runs a step of so many backwards, of which the last one reduces."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(index: int = 0) -> None:
+        for _ in range(microbatches - 1):
+            with no_sync(model):
+                backward(model, index)
         backward(model, index)
         optimizer.step()
         optimizer.zero_grad()
@@ -65,14 +62,17 @@ def training(model: nn.Module) -> Any:
     return step
 
 
-def recorded(**options: Any) -> Recording:
+def traced(model: nn.Module, microbatches: int = 1) -> Recording:
     """A step like all later ones: the order of groups is known."""
-    model = build(**options)
-    step = training(model)
+    step = training(model, microbatches)
     step()
     with shardwise.trace(model) as trace:
         step()
     return trace.recording
+
+
+def recorded(**options: Any) -> Recording:
+    return traced(build(**options))
 
 
 def assert_disjoint(spans: list[Span]) -> None:
@@ -110,11 +110,11 @@ def test_bytes_counts_and_order_are_those_of_the_step(world: int, world2: World,
         assert_is_a_step(recording)
         assert_waits_lie_in_transfers(recording)
         sent = dict.fromkeys(BLOCKS, BLOCK_BYTES * (world - 1) // world)
-        sent["Model"] = ROOT_BYTES * (world - 1) // world
+        sent["SquareTower"] = ROOT_BYTES * (world - 1) // world
         gathers, reductions = recording.of_row("all-gather"), recording.of_row("reduce-scatter")
         assert {s.num_bytes == sent[s.name] for s in gathers} == {True}
         # The last block stays unsharded for backward, as the root does.
-        order = ["Model", *BLOCKS, *BLOCKS[-2::-1]]
+        order = ["SquareTower", *BLOCKS, *BLOCKS[-2::-1]]
         assert [s.name for s in gathers] == order
         assert [s.phase for s in gathers] == ["forward"] * 4 + ["backward"] * 2
         assert {name: sum(s.num_bytes for s in reductions if s.name == name) for name in sent} == sent
@@ -130,30 +130,6 @@ def test_a_rank_that_is_alone_sends_nothing(world1: World) -> None:
     assert_is_a_step(recording)
     assert {span.row for span in recording.spans} <= {"computation", "copies", "optimizer"}
     assert {(group.unshards, group.reductions) for group in recording.groups} == {(0, 0)}
-
-
-@on_ranks(4)
-def test_shards_with_replicas_are_reduced_twice() -> None:
-    recording = recorded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
-    assert_is_a_step(recording)
-    assert_waits_lie_in_transfers(recording)
-    sums = recording.of_row("all-reduce")
-    # Each rank has half a block, and of that it sends and receives half, twice: to sum, and the sums.
-    assert {s.name: s.num_bytes for s in sums} == dict.fromkeys(BLOCKS, BLOCK_BYTES // 2) | {
-        "Model": ROOT_BYTES // 2
-    }
-    assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {BLOCK_BYTES // 2}
-
-
-@on_ranks(2)
-def test_replicas_alone_only_all_reduce() -> None:
-    recording = recorded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
-    assert_is_a_step(recording)
-    assert {s.name: s.num_bytes for s in recording.of_row("all-reduce")} == dict.fromkeys(
-        BLOCKS, BLOCK_BYTES
-    ) | {"Model": ROOT_BYTES}
-    assert not recording.of_row("all-gather")
-    assert not recording.of_row("reduce-scatter")
 
 
 def held() -> tuple[Recording, int, int]:
@@ -179,23 +155,7 @@ def test_memory_is_that_of_the_snapshots(world2: World) -> None:
         assert [sample.at_ns for sample in samples] == sorted(sample.at_ns for sample in samples)
 
 
-@on_ranks(2)
-def test_a_microbatch_without_synchronisation_reduces_nothing() -> None:
-    model = build()
-    backward(model)
-    found = []
-    for is_last in (False, True):
-        with shardwise.trace(model) as trace:
-            model.set_requires_gradient_sync(is_last)
-            backward(model)
-        found.append(trace.recording)
-    first, last = found
-    assert {group.reductions for group in first.groups} == {0}
-    assert not first.of_row("reduce-scatter")
-    assert {group.reductions for group in last.groups} == {1}
-
-
-class Checkpointed(Model):
+class Checkpointed(SquareTower):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -204,7 +164,7 @@ class Checkpointed(Model):
 
 @on_ranks(2)
 def test_a_recomputation_is_told_from_the_backward_around_it() -> None:
-    model = built(Checkpointed, seed=0)
+    model = built(Checkpointed, WIDTH, DEPTH, seed=0)
     shard_tower(model)
     backward(model)
     with shardwise.trace(model) as trace:
@@ -216,28 +176,6 @@ def test_a_recomputation_is_told_from_the_backward_around_it() -> None:
     for name in BLOCKS:
         (*_, last) = [s for s in computed if s.name == name]
         assert last.phase == "backward"
-
-
-def compiled() -> tuple[Recording, Recording]:
-    forget_graphs()
-    model = build()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    step = training(model)
-    step()
-    with shardwise.trace(model) as trace:
-        step()
-    plain = recorded()
-    return trace.recording, plain
-
-
-@pytest.mark.slow
-def test_compiled_blocks_are_seen_as_others(world2: World) -> None:
-    for graphs, plain in world2.run(compiled):
-        assert_is_a_step(graphs)
-        assert [(s.name, s.num_bytes) for s in graphs.of_row("all-gather")] == [
-            (s.name, s.num_bytes) for s in plain.of_row("all-gather")
-        ]
 
 
 @on_ranks(2)
@@ -322,7 +260,7 @@ def test_explain_shows_what_the_last_trace_saw() -> None:
     # Half of a block travels for each all-gather and for the reduction; the last is all-gathered once.
     block, root = BLOCK_BYTES / 2e6, ROOT_BYTES / 2e6
     assert cells == [
-        ["Model", "1", "1", f"{2 * root:.4f}"],
+        ["SquareTower", "1", "1", f"{2 * root:.4f}"],
         ["blocks.0", "2", "1", f"{3 * block:.4f}"],
         ["blocks.1", "2", "1", f"{3 * block:.4f}"],
         ["blocks.2", "1", "1", f"{2 * block:.4f}"],
@@ -356,11 +294,13 @@ def test_models_beside_each_other_are_told_apart() -> None:
         for model in both:
             backward(model)
     works = [(work.name, work.unshards) for work in trace.groups]
-    roots = [span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("Model")]
-    names = ["Model", *BLOCKS]
+    roots = [
+        span.name for span in trace.recording.of_row("all-gather") if span.name.startswith("SquareTower")
+    ]
+    names = ["SquareTower", *BLOCKS]
     assert [name for name, _ in works] == [*names, *(f"{name}'" for name in names)]
     assert [count for _, count in works[:4]] == [count for _, count in works[4:]] == [1, 2, 2, 1]
-    assert roots == ["Model", "Model'"]
+    assert roots == ["SquareTower", "SquareTower'"]
 
 
 @on_ranks(2)
@@ -370,14 +310,118 @@ def test_on_a_device_times_are_those_of_events_on_its_streams() -> None:
         patch.setattr(timeline, "has_streams", lambda _: True)
         recording = recorded(mesh=mesh)
     assert_is_a_step(recording)
-    assert [s.name for s in recording.of_row("all-gather")] == ["Model", *BLOCKS, *BLOCKS[-2::-1]]
+    assert [s.name for s in recording.of_row("all-gather")] == ["SquareTower", *BLOCKS, *BLOCKS[-2::-1]]
     assert {s.num_bytes for s in recording.of_row("reduce-scatter") if s.name in BLOCKS} == {BLOCK_BYTES // 2}
     lags = [span.lag_ns for span in recording.of_row("computation")]
     assert sum(lag is not None and lag < 100_000 for lag in lags) > len(lags) / 2, lags
 
 
-def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="trace: there is no sharded module in this Linear"):
-        shardwise.trace(nn.Linear(2, 2)).__enter__()
-    with pytest.raises(TypeError, match="trace: model is 3, an int"):
-        shardwise.trace(3).__enter__()  # type: ignore[arg-type]
+# --- what travels under each strategy ------------------------------------------------------------
+
+
+def sent(recording: Recording) -> dict[str, list[tuple[str, str, int]]]:
+    """For each row that has any: phase, name and bytes of what travelled; parts of a group are summed up."""
+    found: dict[str, dict[tuple[str, str], int]] = {}
+    for span in (span for span in recording.spans if span.num_bytes):
+        of_row = found.setdefault(span.row, {})
+        key = span.phase, span.name
+        of_row[key] = of_row.get(key, 0) + span.num_bytes
+    return {row: [(*key, num_bytes) for key, num_bytes in sums.items()] for row, sums in found.items()}
+
+
+def in_forward(block: int, root: int) -> list[tuple[str, str, int]]:
+    return [("forward", "SquareTower", root), *(("forward", name, block) for name in BLOCKS)]
+
+
+def in_backward(block: int, root: int) -> list[tuple[str, str, int]]:
+    return [("backward", "SquareTower", root), *(("backward", name, block) for name in reversed(BLOCKS))]
+
+
+def in_both(block: int, root: int) -> list[tuple[str, str, int]]:
+    """The last block and the root stay unsharded for backward."""
+    return [*in_forward(block, root), *(("backward", name, block) for name in BLOCKS[-2::-1])]
+
+
+def of_strategy(strategy: str, microbatches: int = 1) -> Recording:
+    model = made()
+    shard_as(model, strategy)
+    return traced(model, microbatches)
+
+
+# On two ranks half of everything travels; a sum over two costs each rank as many bytes as it has.
+HALF = BLOCK_BYTES // 2, ROOT_BYTES // 2
+ON_TWO = {
+    "ddp": {"all-reduce": in_backward(BLOCK_BYTES, ROOT_BYTES)},
+    "zero1": {"all-gather": in_forward(*HALF), "reduce-scatter": in_backward(*HALF)},
+    "zero2": {"all-gather": in_forward(*HALF), "reduce-scatter": in_backward(*HALF)},
+    "zero3": {"all-gather": in_both(*HALF), "reduce-scatter": in_backward(*HALF)},
+}
+
+
+@pytest.mark.parametrize("strategy", ON_TWO)
+def test_a_strategy_sends_what_it_promises(world2: World, strategy: str) -> None:
+    for recording in world2.run(of_strategy, strategy):
+        assert sent(recording) == ON_TWO[strategy]
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("hybrid", in_both), ("hybrid_zero2", in_forward)])
+def test_a_hybrid_strategy_sums_its_shards_over_replicas(world4: World, strategy: str, gathers: Any) -> None:
+    for recording in world4.run(of_strategy, strategy):
+        assert sent(recording) == {
+            "all-gather": gathers(*HALF),
+            "reduce-scatter": in_backward(*HALF),
+            "all-reduce": in_backward(*HALF),
+        }
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("zero1", 1), ("zero3", 3)])
+def test_microbatches_without_synchronisation_reduce_once(world2: World, strategy: str, gathers: int) -> None:
+    """And under zero1 they share an all-gather."""
+    once = ON_TWO[strategy]
+    for recording in world2.run(of_strategy, strategy, 3):
+        assert sent(recording) == {
+            "all-gather": [(*key, gathers * num_bytes) for *key, num_bytes in once["all-gather"]],
+            "reduce-scatter": once["reduce-scatter"],
+        }
+        computed = (span.name for span in recording.of_row("computation") if span.phase == "forward")
+        assert [name for name, _ in groupby(name for name in computed if name in BLOCKS)] == 3 * BLOCKS
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_of_a_block_that_tensor_parallelism_has_split_its_part_travels() -> None:
+    half_of_part = BLOCK_BYTES // 4, ROOT_BYTES // 2
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    model = made()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    recording = traced(fully_shard(model, mesh=mesh["dp"]))
+    assert sent(recording) == {
+        "all-gather": in_both(*half_of_part),
+        "reduce-scatter": in_backward(*half_of_part),
+    }
+    assert {group.name: group.unsharded_bytes for group in recording.groups} == {
+        "SquareTower": ROOT_BYTES,
+        **dict.fromkeys(BLOCKS, BLOCK_BYTES // 2),
+    }
+
+
+# --- weights that say themselves what travels -----------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_weight_that_travels_in_bfloat16_sends_a_quarter_of_its_bytes() -> None:
+    part = (
+        BLOCK_BYTES // 2 + BLOCK_BYTES // 2 // 4
+    ) // 2  # one of its two matrices; its gradient travels as it is
+    model = made()
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(TravelsLow(block.up.weight.detach()))
+        fully_shard(block)
+    assert sent(traced(fully_shard(model))) == {
+        "all-gather": in_both(part, ROOT_BYTES // 2),
+        "reduce-scatter": in_backward(*HALF),
+    }

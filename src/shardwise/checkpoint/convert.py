@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.load import opened
 from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest, read_objects
+from shardwise.checkpoint.save import write
 from shardwise.checkpoint.stateful import STATES
-from shardwise.checkpoint.writing import write
 from shardwise.checkpoint.zero_files import ZeroFiles
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.regions import Region

@@ -42,7 +42,6 @@ _TOKEN = r"(?P<host>[0-9a-f]{8})-(?P<pid>[0-9a-f]+)-(?P<began>[0-9a-f]+)-[0-9a-f
 _HIDDEN = re.compile(rf"\.(?P<name>.+?)(\.(?P<token>{_TOKEN}))?\.(?P<kind>partial|previous|removed)")
 _FILES = re.compile(r"__\d+_\d+\.distcp|\.__\d+_\d+\.distcp\.part|\.digests|\.metadata(\.tmp)?")
 
-TRIALS = 10  # where another job may save to the same path
 _NUMBER = r"\d+(?:\.\d+)*"  # in a name
 _MOST_OPEN = 128  # files that a load keeps open; in most places a process may have 1024
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY)  # with O_PATH, a folder will do whose names may not be listed
@@ -144,7 +143,7 @@ def why_not_a_checkpoint(path: Path) -> str:
         return "it does not exist"
     if not path.is_dir():
         return "it is a file; a checkpoint is a folder"
-    inside = [each.name for each in sorted(path.iterdir()) if is_complete(each)]
+    inside = sorted(each.name for each in path.iterdir() if is_complete(each))
     if inside:
         return (
             "it is a folder of checkpoints; load one of them, or what latest_checkpoint returns: "
@@ -243,8 +242,7 @@ def prepare(save: Save) -> None:
 
 
 def _refuse_others(path: Path) -> None:
-    # Asked again, since another job's save may have come between two of the questions.
-    if all(path.exists() and not is_complete(path) and not is_remains(path) for _ in range(TRIALS)):
+    if path.exists() and not is_complete(path) and not is_remains(path):
         raise FileExistsError(
             f"{path} exists and is not a checkpoint, so save_checkpoint does not replace it. Choose another "
             "path."
@@ -254,23 +252,20 @@ def _refuse_others(path: Path) -> None:
 def publish(save: Save) -> None:
     """Move what was written to its path, and aside what was there before, until `forget_previous`."""
     sync(save.partial)
-    for _ in range(TRIALS):
-        try:
-            _set_aside(save)
-            save.partial.rename(save.path)
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                continue  # another job's save, or its removals, have come between
-            if is_complete(save.previous) and not save.path.exists():
-                with suppress(OSError):  # another job's save is there meanwhile
-                    save.previous.rename(save.path)
-            raise
-        sync(save.path.parent)
-        return
-    raise FileExistsError(
-        f"{save.path}: another job keeps saving to this path, so this save could not be moved there. The "
-        "checkpoint there is that of the other job. Give each job its own path."
-    )
+    try:
+        _set_aside(save)
+        save.partial.rename(save.path)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise FileExistsError(
+                f"{save.path}: another job has saved to this path meanwhile, so this save could not be moved "
+                "there. The checkpoint there is that of the other job. Give each job its own path."
+            ) from error
+        if is_complete(save.previous) and not save.path.exists():
+            with suppress(OSError):  # another job's save is there meanwhile
+                save.previous.rename(save.path)
+        raise
+    sync(save.path.parent)
 
 
 def _set_aside(save: Save) -> None:
@@ -291,12 +286,9 @@ def forget_previous(save: Save) -> None:
         _remove_checkpoint(save.previous, save.path, save.token)
 
 
-def discard(save: Save, made: list[Path]) -> None:
-    """Remove what a failed save has written on this host, and the folders `made` for it, if possible."""
+def discard(save: Save) -> None:
+    """Remove what a failed save has written on this host."""
     shutil.rmtree(save.partial, ignore_errors=True)
-    for folder in made:
-        with suppress(OSError):  # others have put something in it
-            folder.rmdir()
 
 
 def is_remains(path: Path) -> bool:
@@ -395,8 +387,7 @@ def newest(caller: str, directory: Path) -> Path | None:
 def remove_older(save: Save, keep: int) -> None:
     """Remove complete checkpoints named like `path` with lower numbers; keep the newest, `keep` with it."""
     own = numbered(save.path.name)
-    if own is None:
-        raise ValueError(f"{save.path.name}: keep needs names that end in a number, such as step-100")
+    assert own is not None
 
     def is_older(name: str) -> bool:
         other = numbered(name)
@@ -407,10 +398,6 @@ def remove_older(save: Save, keep: int) -> None:
     for name, place in sorted(older.items(), key=lambda each: newness(each[0]), reverse=True)[keep - 1 :]:
         if not place.is_symlink():
             _remove_checkpoint(place, folder / name, save.token)
-    for each in [each for each in folder.iterdir() if is_older(each.name)]:
-        # Saves write in hidden folders only: with digests and without an index, this one was being removed.
-        if (each / ".digests").is_file() and is_remains(each):
-            _remove_checkpoint(each, each, save.token)
 
 
 def complete_in(directory: Path) -> dict[str, Path]:
@@ -472,17 +459,13 @@ def _is_abandoned(place: Path) -> bool:
     pid, began = int(match["pid"], 16), int(match["began"], 16)
     if pid == os.getpid() and began == (_began(pid) or 0):
         return match["token"] not in _running
-    return not _is_alive(pid) or began != (_began(pid) or 0)
-
-
-def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
-    except OSError:
         return True
-    return True
+    except OSError:  # of another user
+        pass
+    return began != (_began(pid) or 0)
 
 
 @cache

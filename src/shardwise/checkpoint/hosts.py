@@ -232,7 +232,9 @@ class Hosts:
                 raise OSError(f"{path} became shorter while it was sent to another host")
 
         file = attempt(path.open, "rb") if is_source else attempt(_part_of(path).open, "wb")
-        for chunk in _chunks(move.num_bytes):
+        buffer = torch.empty(min(_CHUNK, move.num_bytes), dtype=torch.uint8)
+        for start in range(0, move.num_bytes, _CHUNK):
+            chunk = buffer[: min(_CHUNK, move.num_bytes - start)]
             if is_source:
                 if failure is None:
                     attempt(read, chunk)
@@ -287,12 +289,6 @@ def _why_not_complete(held: Sequence[Held | None]) -> str:
 def _part_of(path: Path) -> Path:
     """What a file is called until all of it is there."""
     return path.with_name(f".{path.name}.part")
-
-
-def _chunks(num_bytes: int) -> Iterable[torch.Tensor]:
-    buffer = torch.empty(min(_CHUNK, num_bytes), dtype=torch.uint8)
-    for start in range(0, num_bytes, _CHUNK):
-        yield buffer[: min(_CHUNK, num_bytes - start)]
 
 
 def _held_at(place: Path) -> Held | None:

@@ -55,7 +55,7 @@ from shardwise.state.named_state import (
     kind_of,
     parameter_names,
 )
-from shardwise.state.optimizer_plan import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
+from shardwise.state.optimizer_state import OptimizerPlan, SavedState, load_into, plan_optimizers, with_memory
 from shardwise.torch_compat import dtensor
 
 _log = logging.getLogger(__name__)
@@ -332,7 +332,14 @@ def _load(
     reading = Reading(manifest, model, targets, optimizers, plan, plans, state_plans, values)
     manifest.folder.fetch(rank_group.run_on_all_ranks(reading.files))
     rank_group.run_on_all_ranks(lambda: reading.prepare(verify, trust))
-    _fill(rank_group, reading)
+    try:
+        rank_group.run_on_all_ranks(reading.run, lambda error: f"{manifest.path}: {error}")
+    except Exception as error:
+        why = f"{error}. The weights are a mix of those of the checkpoint and others. Load another one."
+        mark_partly_loaded(model, why)
+        raise RuntimeError(why) from error
+    if not targets.missing():  # else what a load before this one has left may still be there
+        note_complete_load(model)
     missing = (*targets.missing(), *(f"{STATES}.{name}" for name in left))
     return replace(loaded, missing=missing, unexpected=tuple(targets.unexpected))
 
@@ -365,17 +372,11 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
 
 def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
     """The checkpoint at `path`; `files` closes it."""
-    for trials_left in reversed(range(folders.TRIALS)):
-        folders.refuse_forbidden(path / folders.METADATA)
-        place = folders.found(path)
-        try:
-            if place is None:
-                raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
-            return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
-        except FileNotFoundError:
-            if not trials_left or not folders.is_complete(path):
-                raise  # else another job has saved between two of these lines
-    raise AssertionError
+    folders.refuse_forbidden(path / folders.METADATA)
+    place = folders.found(path)
+    if place is None:
+        raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
+    return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
 
 
 def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:
@@ -537,15 +538,3 @@ def _trying(what: str, hint: str = "") -> Iterator[None]:
     except Exception as error:
         what += "" if isinstance(error, Warning) else hint
         raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _fill(rank_group: RankGroup, reading: Reading) -> None:
-    """Read into everything. A failure from here on leaves the model partly loaded."""
-    try:
-        rank_group.run_on_all_ranks(reading.run, lambda error: f"{reading.manifest.path}: {error}")
-    except Exception as error:
-        why = f"{error}. The weights are a mix of those of the checkpoint and others. Load another one."
-        mark_partly_loaded(reading.model, why)
-        raise RuntimeError(why) from error
-    if not reading.targets.missing():  # else what a load before this one has left may still be there
-        note_complete_load(reading.model)

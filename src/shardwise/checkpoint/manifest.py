@@ -100,12 +100,7 @@ class Manifest:
     def check(self) -> None:
         """Check that its entries agree with each other and with the sizes of files."""
         try:
-            wrong = [
-                *self._wrong_names(),
-                *self._wrong_dtypes(),
-                *self._wrong_chunks(),
-                *self._wrong_records(),
-            ]
+            wrong = [*self._wrong_entries(), *self._wrong_records()]
         except Exception as error:  # damaged values may have any type
             wrong = [f"{type(error).__name__}: {error}"]
         if wrong:
@@ -113,28 +108,10 @@ class Manifest:
                 f"{self.path} is damaged: {folders.METADATA} contradicts itself: {listed(wrong)}. Nothing "
                 "was loaded; load an earlier checkpoint."
             )
-        self._check_files(self.metadata.storage_data.values())
+        self.check_files(self.metadata.storage_data.values())
 
-    def check_records(self, indices: Iterable[Any], verify: bool) -> None:
-        """What is to be read is there, and (`verify`) as it was written; `indices` as plans name records."""
-        wanted: dict[str, list[Wanted]] = {}
-        for index in dict.fromkeys(indices):
-            record, md = self.metadata.storage_data[index], self.tensor(index.fqn)
-            form = None  # the expected shape and dtype of a tensor
-            if self.digests is None and md is not None:
-                sizes = next(tuple(chunk.sizes) for chunk in md.chunks if chunk.offsets == index.offset)
-                form = sizes, md.properties.dtype
-            wanted.setdefault(record.relative_path, []).append(Wanted(index.fqn, record, form))
-        self._check_files(one.record for each in wanted.values() for one in each)
-        self.folder.keep_open(wanted)
-        if verify and (wrong := damaged(self.folder, self.digests, wanted)):
-            raise ValueError(
-                f"{self.path} is damaged. These parts are not what was written: {listed(wrong)}. Nothing was "
-                "loaded; load an earlier checkpoint. verify=False loads it as it is."
-            )
-
-    def _wrong_names(self) -> Iterator[str]:
-        """Names are stored twice, as keys and as paths: yields those that differ."""
+    def _wrong_entries(self) -> Iterator[str]:
+        """Names, which are stored as keys and as paths, that differ, and tensors that are not whole."""
         for key, place in (self.metadata.planner_data or {}).items():
             if ".".join(map(str, place)) != key:
                 yield f"{key} has the path {'.'.join(map(str, place))}"
@@ -143,18 +120,14 @@ class Manifest:
         ):
             yield f"{listed(sorted(lost))} have no path"
 
-    def _wrong_dtypes(self) -> Iterator[str]:
         for key in self.metadata.state_dict_metadata:
-            md = self.tensor(key)
-            if md is not None and not isinstance(md.properties.dtype, torch.dtype):
+            if (md := self.tensor(key)) is None:
+                continue
+            if not isinstance(md.properties.dtype, torch.dtype):
                 yield f"the dtype of {key} is a {type(md.properties.dtype).__name__}"
-
-    def _wrong_chunks(self) -> Iterator[str]:
-        for key in self.metadata.state_dict_metadata:
-            if (md := self.tensor(key)) is not None:
-                chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
-                if why := why_not_covered(md.size, chunks):
-                    yield f"{key}: {why}"
+            chunks = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in md.chunks]
+            if why := why_not_covered(md.size, chunks):
+                yield f"{key}: {why}"
 
     def _wrong_records(self) -> Iterator[str]:
         """Yields chunks without a record, records without a chunk, and records that share bytes."""
@@ -181,7 +154,7 @@ class Manifest:
                 if offset + length > start:
                     yield f"{one.fqn}{_at(one)} and {other.fqn}{_at(other)} share bytes of {name}"
 
-    def _check_files(self, records: Iterable[Any]) -> None:
+    def check_files(self, records: Iterable[Any]) -> None:
         """Check that every file exists with the right length."""
         needed: dict[str, int] = {}
         for info in records:
@@ -283,8 +256,22 @@ class _FilesOf:
 
 
 def check_records(manifest: Manifest, targets: Mapping[str, Any], verify: bool) -> None:
-    """Check the records that reading `targets` would read on this rank; see `Manifest`."""
-    manifest.check_records(_records_for(manifest, targets), verify)
+    """Check that what reading `targets` would read on this rank is there and, if `verify`, as written."""
+    wanted: dict[str, list[Wanted]] = {}
+    for index in dict.fromkeys(_records_for(manifest, targets)):
+        record, md = manifest.metadata.storage_data[index], manifest.tensor(index.fqn)
+        form = None  # the expected shape and dtype of a tensor
+        if manifest.digests is None and md is not None:
+            sizes = next(tuple(chunk.sizes) for chunk in md.chunks if chunk.offsets == index.offset)
+            form = sizes, md.properties.dtype
+        wanted.setdefault(record.relative_path, []).append(Wanted(index.fqn, record, form))
+    manifest.check_files(one.record for each in wanted.values() for one in each)
+    manifest.folder.keep_open(wanted)
+    if verify and (wrong := damaged(manifest.folder, manifest.digests, wanted)):
+        raise ValueError(
+            f"{manifest.path} is damaged. These parts are not what was written: {listed(wrong)}. Nothing was "
+            "loaded; load an earlier checkpoint. verify=False loads it as it is."
+        )
 
 
 def files_for(manifest: Manifest, targets: Mapping[str, Any]) -> list[str]:

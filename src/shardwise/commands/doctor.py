@@ -21,10 +21,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise import __version__
 from shardwise.commands import RankError, UsageError
 from shardwise.doctor.examine import examine
-from shardwise.doctor.job import Job, Surroundings, table
+from shardwise.doctor.job import Job, table
 from shardwise.torch_compat import c10d
 
 
@@ -48,14 +47,13 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
-def run(arguments: argparse.Namespace, around: Surroundings | None = None) -> int:
-    """Examine the job; 1 if anything is wrong. ``around``: what to find on this rank."""
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the job; 1 if anything is wrong."""
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout is {arguments.timeout:g}; give seconds to wait.")
     with _joined(arguments.timeout) as job:
         found = examine(
             job,
-            around or Surroundings.of_this_process(__version__),
             folders=arguments.folder,
             mesh=arguments.mesh,
             names=arguments.names,

@@ -1,20 +1,21 @@
 """Whether the devices of all ranks are alike, free, and can reach each other on a machine."""
 
 import os
+import platform
 from typing import Any
 
 import torch
 
-from shardwise.doctor.job import CannotGoOn, CheckFailed, Finding, Job, Surroundings, ok, slow, wrong
+from shardwise.doctor.job import CannotGoOn, CheckFailed, Finding, Job, ok, slow, wrong
 from shardwise.layout.fqns import listed_ranks, ranks_by_value
 
 _LEAST_FREE = 0.9
 """The share of a device's memory that has to be free before training."""
 
 
-def check_devices(job: Job, around: Surroundings, wanted: str | None) -> list[Finding]:
+def check_devices(job: Job, wanted: str | None) -> list[Finding]:
     """Type, model, memory and peers of each rank's device."""
-    facts = job.gather("devices", lambda: _facts(own_device(wanted), around))
+    facts = job.gather("devices", lambda: _facts(own_device(wanted)))
     ranks_of = ranks_by_value((rank, each["type"]) for rank, each in enumerate(facts))
     if len(ranks_of) > 1:
         sides = ", ".join(f"{kind} on {listed_ranks(ranks)}" for kind, ranks in ranks_of.items())
@@ -45,7 +46,7 @@ def own_device(wanted: str | None) -> torch.device:
     return torch.device(kind, index)
 
 
-def _facts(device: torch.device, around: Surroundings) -> dict[str, Any]:
+def _facts(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"type": device.type}
     free, total = torch.cuda.mem_get_info(device)
@@ -53,7 +54,7 @@ def _facts(device: torch.device, around: Surroundings) -> dict[str, Any]:
     return {
         "type": device.type,
         "name": torch.cuda.get_device_name(device),
-        "place": f"{around.host} {device}",
+        "place": f"{platform.node()} {device}",
         "uuid": str(torch.cuda.get_device_properties(device).uuid),  # numbers depend on what is visible
         "free": free,
         "total": total,

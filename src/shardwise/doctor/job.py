@@ -1,4 +1,4 @@
-"""The ranks of the job, as a check meets them: what is around each, how they tell each other, what they find.
+"""The ranks of the job, as a check meets them: how they tell each other, and what they find.
 
 Facts are left on the board of the job, which works where collectives do not. Rank 0 puts them together, so
 that a rank has a few operations, and all ranks come to the same findings.
@@ -7,17 +7,14 @@ that a rank has a few operations, and all ranks come to the same findings.
     shardwise/doctor/1/3/all    what all have told, for all of them
 """
 
-import os
-import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from shardwise.layout.fqns import listed_ranks, ranks_by_value
@@ -73,25 +70,6 @@ class CannotGoOn(Exception):
 
 class Hung(CannotGoOn):
     """Something did not end in time, perhaps because of another rank."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What is around one rank. Tests put something else there."""
-
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
-    host: str
-    clock: Callable[[], float] = time.time
-
-    @staticmethod
-    def of_this_process(version: str) -> "Surroundings":
-        """What is there; ``version`` is that of this library."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "shardwise": version}
-        if torch.cuda.is_available():
-            versions["cuda"] = str(torch.version.cuda)
-            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        return Surroundings(versions, dict(os.environ), platform.node())
 
 
 class Job:

@@ -102,7 +102,12 @@ def materialize(
     check_module("materialize", model)
 
     def look() -> Inventory:
-        inventory = Inventory(model, _check_arguments(model, init_fn, device))
+        check_type("materialize", "init_fn", init_fn, "a function of a module", Callable, type(None))
+        module_states_at_rest("materialize", model)
+        drawn_on = None if device is None else torch.device(device)
+        if drawn_on is not None and drawn_on.type == "meta":
+            raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
+        inventory = Inventory(model, drawn_on)
         for group in inventory.groups:
             group.refuse_if_summoned("materialize")
             group.refuse_open_ties()
@@ -212,15 +217,6 @@ def check_replicas(model: nn.Module) -> None:
     run_on_all_ranks(axes_of(tensor for _, tensor in named), device_of_model(model), check)
     if named:
         refuse_unequal(named, device_of_model(model))
-
-
-def _check_arguments(model: Any, init_fn: Any, device: Any) -> torch.device | None:
-    check_type("materialize", "init_fn", init_fn, "a function of a module", Callable, type(None))
-    module_states_at_rest("materialize", model)
-    drawn_on = None if device is None else torch.device(device)
-    if drawn_on is not None and drawn_on.type == "meta":
-        raise ValueError("materialize: device is 'meta', where nothing has values. Pass 'cpu', or None.")
-    return drawn_on
 
 
 # --- the random state -----------------------------------------------------------------------------

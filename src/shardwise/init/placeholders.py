@@ -8,8 +8,9 @@ of an optimizer that has it already:
     module._parameters["weight"]    shard on meta  ->  full, plain, NaN  ->  the same shard, with values
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,11 +78,6 @@ class Placeholder:
         """True if one of its sites is in ``modules``."""
         return any(site.module in modules for site in self.sites)
 
-    @property
-    def is_in_place(self) -> bool:
-        """True if the original is registered at all sites."""
-        return all(site.entries.get(site.name) is self.original for site in self.sites)
-
     def show(self, value: Tensor | None, device: torch.device) -> None:
         """Register the full tensor: ``value``, or one that is marked as unwritten."""
         if value is None:
@@ -89,16 +85,11 @@ class Placeholder:
         shown = value
         if isinstance(self.original, nn.Parameter):
             shown = self._as_parameter(value)
-            vars(shown).update(self._attributes)
+            param, own = self.param, tensor_impl.own_attributes
+            vars(shown).update(own(self.original) if param is None else param.attributes)
         self._version = tensor_impl.version(shown)
         self._shown = shown
         self._register(shown)
-
-    @property
-    def _attributes(self) -> Mapping[str, Any]:
-        if self.param is not None:
-            return self.param.attributes
-        return tensor_impl.own_attributes(self.original)
 
     def _as_parameter(self, value: Tensor) -> nn.Parameter:
         wants_grad = self.original.requires_grad
@@ -126,10 +117,6 @@ class Placeholder:
         self._register(self.original)
         if self.had_values or shown is None:
             return None
-        if self.is_buffer and any(tensor is shown for tensor in found):
-            found, problem = self._split_off_replaced(found, shown)
-            if problem:
-                return f"{self.fqn}: {problem}"
         others = [tensor for tensor in found if tensor is not shown]
         new = others[0] if others else shown
         if others and any(tensor is not new for tensor in found):
@@ -141,19 +128,6 @@ class Placeholder:
             return None  # reported at the end of the walk
         self._take(new.detach())
         return None
-
-    def _split_off_replaced(self, found: list[Any], shown: Tensor) -> tuple[list[Any], str | None]:
-        """Split off the sites at which a shared buffer was replaced: they have another buffer now."""
-        left = []
-        for site, tensor in zip(self.sites, found, strict=True):
-            if tensor is shown:
-                left.append(site)
-            elif problem := self._misfit(tensor):
-                return found, problem
-            else:
-                site.entries[site.name] = tensor.detach().to(self.home, self.original.dtype)
-        self.sites = left
-        return [shown] * len(left), None
 
     def _misfit(self, new: Tensor | None) -> str | None:
         """Why ``new`` cannot become its value, or None."""
@@ -215,18 +189,6 @@ class Placeholder:
         if isinstance(self.original, DTensor):
             return local_chunk(value, dtensor.spec_of(self.original))
         return value
-
-
-def show_all(placeholders: Sequence[Placeholder], device: torch.device) -> None:
-    """Show full tensors on ``device``, gathered where there are values; collective if there are any."""
-    valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
-    fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
-    for placeholder, full in zip(valued, fulls, strict=True):
-        assert full is not None
-        placeholder.show(full.to(device), device)
-    for placeholder in placeholders:
-        if placeholder.is_empty:
-            placeholder.show(None, device)
 
 
 def become_parameter(old: nn.Parameter, contents: Tensor, modules: Iterable[nn.Module]) -> None:
@@ -308,14 +270,8 @@ class Inventory:
 
     def visits(self) -> Iterator[list[nn.Module]]:
         """The modules to initialise; neighbours of one group are one visit."""
-        visit: list[nn.Module] = []
-        for module in self.todo:
-            if visit and self.group_of.get(module) is not self.group_of.get(visit[-1]):
-                yield visit
-                visit = []
-            visit.append(module)
-        if visit:
-            yield visit
+        for _, modules in groupby(self.todo, lambda module: id(self.group_of.get(module))):
+            yield list(modules)
 
     def missing(self) -> list[Placeholder]:
         """Tensors that have no values yet."""
@@ -333,7 +289,14 @@ class Inventory:
         failed: nn.Module | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                show_all(placeholders, self.drawn_on)
+                valued = [placeholder for placeholder in placeholders if not placeholder.is_empty]
+                fulls = gather_full([placeholder.original for placeholder in valued]) if valued else []
+                for placeholder, full in zip(valued, fulls, strict=True):
+                    assert full is not None
+                    placeholder.show(full.to(self.drawn_on), self.drawn_on)
+                for placeholder in placeholders:
+                    if placeholder.is_empty:
+                        placeholder.show(None, self.drawn_on)
             for module in modules:
                 failed = module
                 self._initialise(module, init_fn)
@@ -389,7 +352,7 @@ class Inventory:
 
 
 def _check_place(placeholder: Placeholder) -> None:
-    if not placeholder.is_in_place:
+    if any(site.entries.get(site.name) is not placeholder.original for site in placeholder.sites):
         placeholder.put_back()
         raise RuntimeError(
             f"materialize: {placeholder.fqn} was replaced by the init of a module that does not own it. What "

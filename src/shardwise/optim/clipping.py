@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from shardwise.arguments import check_type, describe
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.norms import (
-    HeldGradients,
-    NormPlan,
     gradients_in,
-    held_tensors,
+    held_gradients,
     note_passed,
+    refuse_meta,
     total_norm,
 )
 from shardwise.optim.passed_parameters import PassedParameters
@@ -47,8 +46,7 @@ def clip_grad_norm_(
             element (the host reads it, and waits for it on a device).
         norm_type: p of the p-norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is infinite or NaN. Waits for the norm.
-        foreach: False computes tensor by tensor. None and True use torch's functions of lists of tensors;
-            the results are the same.
+        foreach: accepted as by torch; gradients of one device and dtype are always scaled together.
 
     Returns:
         The norm before clipping: a plain tensor without dimensions on the device of the mesh, float32, or
@@ -83,7 +81,28 @@ def clip_grad_norm_(
     """
     if isinstance(model_or_parameters, Iterator):  # the report of a long wait reads it again
         model_or_parameters = list(model_or_parameters)
-    return _clip(model_or_parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    caller = "clip_grad_norm_"
+    with monitor_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
+        limit = _check_max_norm(max_norm)
+        power = _check_norm_type(caller, norm_type)
+        check_type(caller, "foreach", foreach, "True, False or None", bool, type(None))
+        given = model_or_parameters
+        if isinstance(given, nn.Module):
+            params: list[Tensor] = list(given.parameters())
+        else:
+            wanted = "a module, a parameter or an iterable of parameters"
+            params = _check_tensors(caller, given, wanted, "Pass the module itself, or model.parameters().")
+        name_of = partial(_name_of, given if isinstance(given, nn.Module) else params)
+        passed = PassedParameters(caller)
+        gradients = gradients_in(params, passed, name_of)
+        total = total_norm(gradients, passed, power)
+        if error_if_nonfinite and not total.isfinite():
+            bad = [name_of(param) for param in params if not _is_finite(param.grad)]
+            raise RuntimeError(_message_about_nonfinite(total, power, bad))
+        if limit < math.inf:
+            present = [gradient.local for gradient in gradients if gradient.local is not None]
+            _scale(present, limit, total)
+        return total
 
 
 @monitored
@@ -120,51 +139,18 @@ def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0
     wanted, advice = "a tensor or an iterable of tensors", "Leave out gradients that are None."
     given = _check_tensors(caller, tensors, f"{wanted}, such as model.parameters()", advice)
     passed = PassedParameters(caller)
-    held = held_tensors(given, caller, partial(_name_of, given))
+    name_of = partial(_name_of, given)
+    for tensor in given:
+        refuse_meta(caller, tensor, name_of)
+    held = held_gradients(given, given, caller, name_of)
     note_passed(given, passed)
-    plan = NormPlan(held, passed, next(iter(given), None))
-    return total_norm(held, plan, power).to(_dtype_of_result(held))
-
-
-def _clip(
-    model_or_parameters: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool, foreach: Any
-) -> Tensor:
-    caller = "clip_grad_norm_"
-    with monitor_of_job().call(caller, lambda: axes_of_given(model_or_parameters)):
-        limit = _check_max_norm(max_norm)
-        power = _check_norm_type(caller, norm_type)
-        check_type(caller, "foreach", foreach, "True, False or None", bool, type(None))
-        given, is_module = model_or_parameters, isinstance(model_or_parameters, nn.Module)
-        if not is_module:
-            wanted = "a module, a parameter or an iterable of parameters"
-            given = _check_tensors(caller, given, wanted, "Pass the module itself, or model.parameters().")
-        name_of = partial(_name_of, given)
-        passed = PassedParameters(caller)
-        gradients = gradients_in(given, passed, name_of)
-        plan = NormPlan(gradients, passed, next(iter(given.parameters() if is_module else given), None))
-        total = total_norm(gradients, plan, power, foreach is not False).to(_dtype_of_result(gradients))
-        if error_if_nonfinite and not total.isfinite():
-            bad = [name_of(p) for p in (given.parameters() if is_module else given) if not _is_finite(p.grad)]
-            raise RuntimeError(_message_about_nonfinite(total, power, bad))
-        if limit < math.inf:
-            present = [local for local in gradients.locals if local is not None]
-            _scale(present, limit, total, foreach is not False)
-        return total
+    return total_norm(held, passed, power)
 
 
 # --- scaling and errors ---------------------------------------------------------------------------
 
 
-def _dtype_of_result(gradients: HeldGradients) -> torch.dtype:
-    """The same on all ranks: a missing gradient counts with the dtype that it would have."""
-    dtypes = {
-        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
-        for param, measured in zip(gradients.params, gradients.measured, strict=True)
-    }
-    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
-
-
-def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: bool) -> None:
+def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor) -> None:
     """Multiply by ``limit / total`` if that is below 1, without waiting for a device."""
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1:
@@ -174,8 +160,7 @@ def _scale(tensors: Sequence[Tensor], limit: float, total: Tensor, is_foreach: b
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     factors = {device: factor.to(device) for device, _ in alike}
     for (device, _), members in alike.items():
-        for some in [members] if is_foreach else [[tensor] for tensor in members]:
-            foreach.mul_(some, factors[device])
+        foreach.mul_(members, factors[device])
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
@@ -198,13 +183,7 @@ def _message_about_nonfinite(total: Tensor, power: float, names: Sequence[str]) 
 
 
 def _check_max_norm(max_norm: Any) -> float:
-    if isinstance(max_norm, Tensor):
-        if max_norm.numel() != 1:
-            raise ValueError(
-                f"clip_grad_norm_: max_norm is a tensor of shape {tuple(max_norm.shape)}; pass a number, or "
-                "a tensor of one element."
-            )
-    elif isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
+    if isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
         raise TypeError(f"clip_grad_norm_: max_norm is {describe(max_norm)}; pass a number.")
     value = float(max_norm)
     if not value >= 0:

@@ -39,19 +39,13 @@ class GradScaler(optimizers.GradScalerBase):
     ) -> dict[torch.device, Tensor]:
         """Unscale the local tensors of all gradients, and report infinities to all ranks."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        with monitor_of_job().call("GradScaler", lambda: axes_of(params)):
-            return self._unscaled(params, inv_scale, found_inf, allow_fp16)
-
-    def _unscaled(
-        self, params: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in params:
-            if param.grad is not None:
-                local = _values(param.grad, allow_fp16)
-                by_kind.setdefault((local.device, local.dtype), []).append(local)
-        with torch.no_grad():
+        with monitor_of_job().call("GradScaler", lambda: axes_of(params)), torch.no_grad():
+            for param in params:
+                if param.grad is not None:
+                    local = _values(param.grad, allow_fp16)
+                    by_kind.setdefault((local.device, local.dtype), []).append(local)
             for (device, _), gradients in by_kind.items():
                 flag = found.setdefault(device, found_inf.to(device, copy=True))
                 optimizers.check_and_unscale_(gradients, flag, inv_scale.to(device))

@@ -17,29 +17,25 @@ One more number per rank identifies its parameters (passed_parameters.py).
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter, methodcaller
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.groups.managed_modules import owner_of
+from shardwise.buckets.bucket import bucket_and_index
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import device_of
 from shardwise.optim.passed_parameters import PassedAlong, PassedParameters
-from shardwise.params.parameter import DEFERRED, refuse_deferred
+from shardwise.params.parameter import refuse_deferred
 from shardwise.params.replaced_parameter import NAME
-from shardwise.torch_compat import dtensor, foreach, nn_modules
+from shardwise.torch_compat import dtensor, foreach
 
 # The host adds float32 numbers one by one: the norm of 10 million is off by 4e-4. Norms of pieces of this
 # size, combined in float64, are off by 2e-7, at the same speed. Devices work in pieces anyway.
@@ -53,85 +49,45 @@ _PLAIN_DECADES = 250.0
 GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
-@dataclass(eq=False)
-class HeldGradients:
-    """This rank's gradients of ``params``; None where it has none.
+class HeldGradient(NamedTuple):
+    """A gradient as this rank holds it.
 
-    ``locals`` are scaled and ``measured`` are measured. They are the same tensors, except where a local one
-    is only a summand of the measured gradient. ``places``: meshes and placements; None for a plain tensor.
-    Adjacent reduced gradients may be one tensor: then ``params`` has the first of their parameters.
+    ``param``: its parameter, or, where neighbouring gradients are one flat tensor, the first of theirs.
+    ``local``: what is scaled; None if this rank has none. ``measured``: the same tensor, or, if the local one
+    is only a summand of the gradient, the sum. ``place``: mesh and placements; None for a plain tensor.
     """
 
-    params: Sequence[Tensor]
-    locals: Sequence[Tensor | None]
-    measured: Sequence[Tensor | None]
-    places: Sequence[GradientPlacement | None]
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]]) -> Any:
-        """Made from a row for each gradient."""
-        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [])
+    param: Tensor
+    local: Tensor | None
+    measured: Tensor | None
+    place: GradientPlacement | None
 
 
 def gradients_in(
-    model: nn.Module | Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
-) -> HeldGradients:
-    """The gradients of all parameters in ``model``, as few tensors.
+    params: Sequence[Tensor], passed: PassedParameters, name_of: Callable[[Tensor], str]
+) -> list[HeldGradient]:
+    """The gradients of ``params``, as few tensors.
 
     The buckets determine the grouping in all common cases, so ranks that hold copies compute the same bits.
     """
-    params, buckets = _of_module(model) if isinstance(model, nn.Module) else _of_parameters(model)
-    together: list[tuple[Tensor, Tensor, Tensor, GradientPlacement]] = []
+    rest = {id(param): param for param in params}
+    buckets = dict.fromkeys(found[0] for found in map(bucket_and_index, params) if found is not None)
+    held = []
     for bucket in buckets:
         shards = bucket.sharded_gradients.shards
         keys = list(map(id, shards))
         if (
-            all(map(params.__contains__, keys))
+            all(map(rest.__contains__, keys))
             and (flat := bucket.sharded_gradients.flat_gradient()) is not None
         ):
             spec = dtensor.spec_of(shards[0])
-            together.append((shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
-            passed.add(spec.mesh, map(_fqn, bucket.params))
-            deque(map(params.pop, keys), maxlen=0)
-    rest = list(params.values())
-    note_passed(rest, passed)
-    joint, others = HeldGradients.of(together), held_gradients(rest, passed.caller, name_of)
-    if not others.params:
-        return joint  # type: ignore[no-any-return]
-    pairs = zip(vars(joint).values(), vars(others).values(), strict=True)
-    return HeldGradients(*([*own, *more] for own, more in pairs))
-
-
-def _of_module(model: nn.Module) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
-    kind = type(model)
-    if (kind.parameters, kind.named_parameters) != (nn.Module.parameters, nn.Module.named_parameters):
-        return _of_parameters(list(model.parameters()))  # the class overrides the walk over modules
-    modules = modules_in(model)
-    registered = chain.from_iterable(map(_values, map(_registered, modules)))
-    params: dict[int, Tensor] = {id(param): param for param in registered if param is not None}
-    owners = [owner for module in modules if (owner := owner_of(module)) is not None]
-    groups = dict.fromkeys(owner.group for owner in owners)
-    return params, [bucket for group in groups for bucket in group.buckets]
-
-
-def _of_parameters(given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Sequence[Bucket]]:
-    params = {id(param): param for param in given}
-    found = [bucket_and_index(param) for param in params.values()]
-    return params, list(dict.fromkeys(each[0] for each in found if each is not None))
-
-
-def modules_in(model: nn.Module) -> list[nn.Module]:
-    """Like ``model.modules()`` in a fifth of the time: each module once, parents first."""
-    found: dict[nn.Module, None] = {}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting += [
-                inner for inner in reversed(nn_modules.children(module).values()) if inner is not None
-            ]
-    return list(found)
+            held.append(HeldGradient(shards[0], flat, flat, (spec.mesh, without_sums(spec.placements))))
+            passed.add(spec.mesh, [param.fqn for param in bucket.params])
+            for key in keys:
+                del rest[key]
+    others = list(rest.values())
+    note_passed(others, passed)
+    return held + held_gradients(others, [param.grad for param in others], passed.caller, name_of)
 
 
 def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
@@ -140,12 +96,6 @@ def note_passed(tensors: Iterable[Tensor], passed: PassedParameters) -> None:
         if isinstance(tensor, DTensor):
             name = vars(tensor).get(NAME) or f"one of shape {tuple(tensor.shape)}"
             passed.add(dtensor.spec_of(tensor).mesh, [name])
-
-
-def held_gradients(params: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks."""
-    gradients = list(map(_gradient, params))
-    return _all_as_their_parameters(params, gradients) or _one_by_one(params, gradients, caller, name_of)
 
 
 def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -> None:
@@ -157,43 +107,17 @@ def refuse_meta(caller: str, tensor: Tensor, name_of: Callable[[Tensor], str]) -
         )
 
 
-def held_tensors(tensors: Sequence[Tensor], caller: str, name_of: Callable[[Tensor], str]) -> HeldGradients:
-    """Any ``tensors``, as if they were gradients. Pending sums are redistributed, one by one."""
-    for tensor in tensors:
-        refuse_meta(caller, tensor, name_of)
-    return _one_by_one(tensors, tensors, caller, name_of)
-
-
-_fqn = attrgetter("fqn")
-_registered, _values = nn_modules.parameters, methodcaller("values")
-_gradient, _placements, _mesh = attrgetter("grad"), attrgetter("placements"), attrgetter("mesh")
-
-
-def _all_as_their_parameters(params: Sequence[Tensor], gradients: Sequence[Any]) -> HeldGradients | None:
-    """The common case, in C loops: every gradient is a DTensor placed as its parameter."""
-    if DEFERRED or set(map(type, gradients)) != {DTensor} or set(map(type, params)) != {DTensor}:
-        return None
-    specs, own = list(map(dtensor.spec_of, params)), list(map(dtensor.spec_of, gradients))
-    ids = [map(id, map(what, of)) for what in (_placements, _mesh) for of in (specs, own)]
-    kinds = list(zip(*ids, strict=True))
-    places: dict[Any, GradientPlacement] = {}
-    alike: dict[GradientPlacement, GradientPlacement] = {}
-    for kind, index in dict(zip(kinds, range(len(kinds)), strict=True)).items():
-        place = own[index].mesh, own[index].placements
-        if specs[index].mesh is not place[0] or place[1] != without_sums(specs[index].placements):
-            return None
-        places[kind] = alike.setdefault(place, place)
-    locals_ = list(map(dtensor.local_tensor, gradients))
-    return HeldGradients(params, locals_, locals_, list(map(places.__getitem__, kinds)))
-
-
-def _one_by_one(
+def held_gradients(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     caller: str,
     name_of: Callable[[Tensor], str],
-) -> HeldGradients:
-    found: list[tuple[Tensor, Tensor | None, Tensor | None, GradientPlacement | None]] = []
+) -> list[HeldGradient]:
+    """The gradients of all parameters that are trainable or have one; their kinds are equal on all ranks.
+
+    Pending sums are redistributed, one by one.
+    """
+    found = []
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             _check_gradient(param, gradient, caller, name_of)
@@ -207,8 +131,8 @@ def _one_by_one(
             place = placed.device_mesh, without_sums(placed.placements)
             if isinstance(gradient, DTensor) and gradient.placements != place[1]:
                 measured = dtensor.local_tensor(gradient.redistribute(placements=place[1]))
-        found.append((param, local, measured, place))
-    return HeldGradients.of(found)  # type: ignore[no-any-return]
+        found.append(HeldGradient(param, local, measured, place))
+    return found
 
 
 def without_sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -234,7 +158,7 @@ def _check_gradient(param: Tensor, gradient: Tensor, caller: str, name_of: Calla
 # --- norms on this rank ---------------------------------------------------------------------------
 
 
-def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float, is_foreach: bool) -> list[Tensor]:
+def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float) -> list[Tensor]:
     """The norms of the pieces of all tensors; an empty tensor has none."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for piece in chain.from_iterable(_pieces(tensor) for tensor in tensors if tensor is not None):
@@ -246,9 +170,8 @@ def _norms_of_pieces(tensors: Iterable[Tensor | None], power: float, is_foreach:
         summed = torch.promote_types(torch.promote_types(dtype, least), torch.float32)
         if _LARGEST_PLAIN_POWER < power < math.inf:
             norms += [norm_of(piece.to(summed), power) for piece in pieces]
-            continue
-        for some in [pieces] if is_foreach else [[piece] for piece in pieces]:
-            norms += foreach.norm(some, power, dtype=summed)
+        else:
+            norms += foreach.norm(pieces, power, dtype=summed)
     return norms
 
 
@@ -300,20 +223,11 @@ Combine = Callable[[Tensor], Tensor]
 _OTHERS = "plain parameters or some on other meshes"
 
 
-@dataclass(frozen=True)
-class _MeshDim:
-    """The ranks along a dimension of a mesh; equal for slices of one mesh."""
+class _Column(NamedTuple):
+    """One kind of gradients: the groups of ranks that it is split over, and those in which it may differ."""
 
-    name: str
-    pg: dist.ProcessGroup = field(compare=False)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One kind of gradients: the mesh dimensions that split it, and those along which it may differ."""
-
-    split: frozenset[_MeshDim]
-    unknown: frozenset[_MeshDim]
+    split: frozenset[dist.ProcessGroup]
+    unknown: frozenset[dist.ProcessGroup]
 
 
 class NormPlan:
@@ -322,39 +236,37 @@ class NormPlan:
     A *column* is a kind of placement. ``members`` has the indices of the gradients in each.
     """
 
-    def __init__(self, gradients: HeldGradients, passed: PassedParameters, first: Tensor | None) -> None:
-        """``first``: the first of all parameters, if any."""
+    def __init__(self, gradients: Sequence[HeldGradient], passed: PassedParameters) -> None:
         self._passed = passed
-        kinds_of = list(map(id, gradients.places))
-        distinct = dict(zip(kinds_of, gradients.places, strict=True))
-        places = list(dict.fromkeys(distinct.values()))
+        places = list(dict.fromkeys(gradient.place for gradient in gradients))
         if len(places) > 1:  # alike on all ranks
             places.sort(key=lambda p: (p[0].mesh_dim_names or (), tuple(p[0].shape), str(p[1])) if p else ())
         meshes = {
-            mesh: _axes_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
+            mesh: _groups_of(mesh, passed) for mesh in dict.fromkeys(p[0] for p in places if p is not None)
         }
-        agreeing, covering = _axes_to_agree_over(meshes, None in places)
+        agreeing, covering = _groups_to_agree(meshes, None in places)
         kinds: dict[GradientPlacement | None, _Column] = {}
         for place in places:
             if place is None:
                 kinds[place] = _Column(frozenset(), frozenset(agreeing))
                 continue
             mesh, placements = place
-            split = (axis for dim, axis in meshes[mesh].items() if not placements[dim].is_replicate())
+            split = (pg for dim, pg in meshes[mesh].items() if not placements[dim].is_replicate())
             unknown = () if mesh in covering else set(agreeing) - set(meshes[mesh].values())
             kinds[place] = _Column(frozenset(split), frozenset(unknown))
         self.columns = list(dict.fromkeys(kinds.values()))
         # What to call those in a column whose names no mesh has.
         self.labels: list[Sequence[str]] = [[_OTHERS]] * len(self.columns)
-        index_of = {same: self.columns.index(kinds[place]) for same, place in distinct.items()}
-        column_of = list(map(index_of.__getitem__, kinds_of))
-        self.members = [[i for i, own in enumerate(column_of) if own == c] for c in range(len(self.columns))]
+        self.members: list[list[int]] = [[] for _ in self.columns]
+        index_of = {place: self.columns.index(column) for place, column in kinds.items()}
+        for index, gradient in enumerate(gradients):
+            self.members[index_of[gradient.place]].append(index)
         # Where ranks exchange norms: the device of the mesh, even if gradients are in host memory.
-        on_host = torch.device("cpu") if first is None else dtensor.plain(first).device
-        self.device = next((device_of(mesh) for mesh in meshes), on_host)
-        concerned = {axis for column in self.columns for axis in column.split | column.unknown}
-        everywhere = dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())
-        self._axes = [axis for axis in everywhere if axis in concerned]
+        own = dtensor.plain(gradients[0].param).device if gradients else torch.device("cpu")
+        self.device = next((device_of(mesh) for mesh in meshes), own)
+        concerned = {pg for column in self.columns for pg in column.split | column.unknown}
+        everywhere = dict.fromkeys(pg for groups in meshes.values() for pg in groups.values())
+        self._groups = [pg for pg in everywhere if pg in concerned]
 
     def over_ranks(
         self, columns: Sequence[Tensor], combine: Combine, choose: Combine, room: int = 0
@@ -362,24 +274,19 @@ class NormPlan:
         """Each column over all ranks, from this rank's, whose first dimension is the same on all of them.
 
         ``combine``: those of ranks that hold different parts, stacked on dim 0; ``choose``: of those that may
-        hold different things. ``room``: how many numbers a rank sends at least. If lists of parameters that
-        differ make columns of different lengths, the ranks still find out: they compare before they send more
-        than this.
+        hold different things. ``room``: how many numbers a rank sends before names are compared: lists of
+        parameters that differ may make columns of different lengths.
         """
         columns = list(columns)
-        for axis in self._axes:
-            taking = [
-                index
-                for index, column in enumerate(self.columns)
-                if axis in column.split or axis in column.unknown
-            ]
+        for pg in self._groups:
+            taking = [i for i, (split, unknown) in enumerate(self.columns) if pg in split or pg in unknown]
             own = torch.cat([columns[index] for index in taking])
-            others = [name for i in taking if axis in self.columns[i].unknown for name in self.labels[i]]
-            passed = self._passed.along(axis.pg, others, is_on_host=room > 0 or own.device.type == "cpu")
-            all_of_them = _from_all_ranks(own, passed, axis.pg, room)
+            others = [name for i in taking if pg in self.columns[i].unknown for name in self.labels[i]]
+            passed = self._passed.along(pg, others, is_on_host=room > 0 or own.device.type == "cpu")
+            all_of_them = _from_all_ranks(own, passed, pg, room)
             lengths = [len(columns[index]) for index in taking]
             for index, of_ranks in zip(taking, all_of_them.split(lengths, dim=1), strict=True):
-                columns[index] = (combine if axis in self.columns[index].split else choose)(of_ranks)
+                columns[index] = (combine if pg in self.columns[index].split else choose)(of_ranks)
         return columns
 
 
@@ -404,31 +311,41 @@ def _from_all_ranks(own: Tensor, passed: PassedAlong, pg: dist.ProcessGroup, roo
     return found.reshape(world, *own.shape)
 
 
-def total_norm(gradients: HeldGradients, plan: NormPlan, power: float, is_foreach: bool = True) -> Tensor:
-    """The norm of all ``gradients`` over all ranks, without dimensions; float64 where the device has it."""
-    own = []
+def total_norm(gradients: Sequence[HeldGradient], passed: PassedParameters, power: float) -> Tensor:
+    """The norm of all ``gradients`` over all ranks, without dimensions."""
+    plan, own = NormPlan(gradients, passed), []
     for indices in plan.members:
-        norms = _norms_of_pieces([gradients.measured[i] for i in indices], power, is_foreach)
+        norms = _norms_of_pieces([gradients[i].measured for i in indices], power)
         own.append(norm_of(stacked(norms, plan.device), power).view(1))
     largest = partial(norm_of, power=math.inf, dim=0)
     of_kinds = plan.over_ranks(own, partial(norm_of, power=power, dim=0), largest)
     if len(of_kinds) == 1:
-        return of_kinds[0][0]
-    return norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
+        total = of_kinds[0][0]
+    else:
+        total = norm_of(torch.cat(of_kinds), power) if of_kinds else torch.zeros((), device=plan.device)
+    return total.to(_dtype_of_result(gradients))
 
 
-def _axes_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, _MeshDim]:
-    """The mesh dimensions with more than one rank, by index."""
+def _dtype_of_result(gradients: Sequence[HeldGradient]) -> torch.dtype:
+    """The same on all ranks: a missing gradient counts with the dtype that it would have."""
+    dtypes = {
+        getattr(param, "grad_dtype", None) or param.dtype if measured is None else measured.dtype
+        for param, _, measured, _ in gradients
+    }
+    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+
+
+def _groups_of(mesh: DeviceMesh, passed: PassedParameters) -> dict[int, dist.ProcessGroup]:
+    """The process groups of the mesh dimensions with more than one rank, by index."""
     if mesh.get_coordinate() is None:
         return {}
-    groups = {dim: passed.group_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
-    return {dim: _MeshDim(pg.group_name, pg) for dim, pg in groups.items()}
+    return {dim: passed.group_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1}
 
 
-def _axes_to_agree_over(
-    meshes: dict[DeviceMesh, dict[int, _MeshDim]], has_plain: bool
-) -> tuple[list[_MeshDim], list[DeviceMesh]]:
-    """Axes that reach all ranks, and the meshes whose own axes do: parameters there are the same for all
+def _groups_to_agree(
+    meshes: dict[DeviceMesh, dict[int, dist.ProcessGroup]], has_plain: bool
+) -> tuple[list[dist.ProcessGroup], list[DeviceMesh]]:
+    """Groups that reach all ranks, and the meshes whose own groups do: parameters there are the same for all
     ranks.
     """
     if len(meshes) < 2 and not has_plain:
@@ -438,4 +355,4 @@ def _axes_to_agree_over(
     covering = [mesh for mesh in meshes if ranks[mesh] == everyone]
     if covering:
         return list(min((meshes[mesh] for mesh in covering), key=len).values()), covering
-    return list(dict.fromkeys(axis for axes in meshes.values() for axis in axes.values())), []
+    return list(dict.fromkeys(pg for groups in meshes.values() for pg in groups.values())), []

@@ -44,30 +44,26 @@ class _StateMover:
         self._is_pinned = is_pinned
 
     def to_device(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for param, state in _states(optimizer):
+        self._move(optimizer, to_host=False)
+
+    def to_host(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for device in self._move(optimizer, to_host=True):  # the caller may read the copies from now on
+            torch.accelerator.synchronize(device)
+
+    def _move(self, optimizer: torch.optim.Optimizer, to_host: bool) -> set[torch.device]:
+        """Move the state of parameters on devices; return the devices."""
+        devices = set()
+        for param, state in optimizer.state.items():
+            # Some optimizers keep state under other keys.
+            if not isinstance(param, Tensor) or dtensor.plain(param).device.type == "cpu":
+                continue
             device = dtensor.plain(param).device
+            devices.add(device)
             for name, value in state.items():
                 # Scalars, such as a step count, stay where the optimizer has put them.
                 if isinstance(value, Tensor) and value.dim():
-                    state[name] = _moved(value, device, is_pinned=False)
-
-    def to_host(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        devices = set()
-        for param, state in _states(optimizer):
-            device = dtensor.plain(param).device
-            if device.type == "cpu":
-                continue
-            devices.add(device)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    state[name] = _moved(value, torch.device("cpu"), self._is_pinned)
-        for device in devices:  # the caller may read the copies from now on
-            torch.accelerator.synchronize(device)
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
-    """The states of parameters; some optimizers keep state under other keys."""
-    return [(param, state) for param, state in optimizer.state.items() if isinstance(param, Tensor)]
+                    state[name] = _moved(value, torch.device("cpu") if to_host else device, self._is_pinned)
+        return devices
 
 
 def _moved(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:

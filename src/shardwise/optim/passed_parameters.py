@@ -71,20 +71,16 @@ class PassedAlong:
         self._caller = caller
         self._pg = pg
         self._names = names
-        self._own = 1 + sum(map(_number_of, names)) % _RANGE
-        self._reads = is_on_host or self._own not in _agreed.get(pg, ())
-
-    @property
-    def number(self) -> int:
-        """The number to send; negative if this rank will not read the others'."""
-        return self._own if self._reads else -self._own
+        own = 1 + sum(map(_number_of, names)) % _RANGE
+        # To be sent; negative if this rank will not read those of others.
+        self.number = own if is_on_host or own not in _agreed.get(pg, ()) else -own
 
     def compare(self, numbers: Tensor) -> None:
         """Refuse different ``numbers`` of ranks, on every rank that reads them.
 
         On a device, ranks that pass what all have passed before do not read, and raise in their next wait.
         """
-        if not self._reads:
+        if self.number < 0:
             return
         found = [int(number) for number in numbers.tolist()]
         if len({abs(number) for number in found if number}) > 1:  # 0 is that of a fake rank
@@ -93,12 +89,12 @@ class PassedAlong:
                 "ranks get the same result, so they must pass the same parameters, such as "
                 "model.parameters(); a parameter without .grad counts as zeros."
             )
-        _agreed.setdefault(self._pg, set()).add(self._own)
+        _agreed.setdefault(self._pg, set()).add(self.number)
 
     def _difference(self, numbers: Sequence[int]) -> str:
         ranks = c10d.ranks_of(self._pg)
         if min(numbers) < 0:  # not all ranks come here to send their names
-            others = [str(r) for r, number in zip(ranks, numbers, strict=True) if abs(number) != self._own]
+            others = [str(r) for r, number in zip(ranks, numbers, strict=True) if abs(number) != self.number]
             return f"this rank {len(self._names)} ({listed(self._names, 4)}), rank {listed(others)} others"
         everyone: list[Any] = [None] * len(ranks)
         dist.all_gather_object(everyone, list(self._names), group=self._pg)

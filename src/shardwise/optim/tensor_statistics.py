@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.arguments import check_number, check_type, describe
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.norms import (
-    HeldGradients,
+    HeldGradient,
     NormPlan,
     held_gradients,
-    held_tensors,
     norm_of,
     refuse_meta,
     stacked,
@@ -171,7 +170,7 @@ def _named(caller: str, given: nn.Module | Mapping[str, Tensor]) -> dict[str, Te
     return dict(given)
 
 
-def _held(caller: str, named: dict[str, Tensor], of: str) -> HeldGradients:
+def _held(caller: str, named: dict[str, Tensor], of: str) -> list[HeldGradient]:
     def name_of(tensor: Tensor) -> str:
         return next(name for name, each in named.items() if each is tensor)
 
@@ -183,11 +182,12 @@ def _held(caller: str, named: dict[str, Tensor], of: str) -> HeldGradients:
                 f"{caller}: {name_of(tensor)} is complex, and complex numbers have no order. Pass its "
                 "torch.view_as_real(), or measure it with global_norm."
             )
-    return (held_tensors if of == "parameters" else held_gradients)(tensors, caller, name_of)
+    measured = tensors if of == "parameters" else [tensor.grad for tensor in tensors]
+    return held_gradients(tensors, measured, caller, name_of)
 
 
 def _rows_over_ranks(
-    held: HeldGradients,
+    held: Sequence[HeldGradient],
     named: dict[str, Tensor],
     passed: PassedParameters,
     edges: Tensor,
@@ -195,18 +195,18 @@ def _rows_over_ranks(
 ) -> dict[str, Row]:
     """The row of each whole tensor, by all of its names, which share one object."""
     first = {id(tensor): name for name, tensor in reversed(named.items())}
-    names = [first[id(tensor)] for tensor in held.params]
+    names = [first[id(each.param)] for each in held]
     # Each by its own mesh: which of equal meshes its place has depends on what gradients this rank has.
     meshes = {
-        name: dtensor.spec_of(tensor).mesh
-        for name, tensor in zip(names, held.params, strict=True)
-        if isinstance(tensor, DTensor)
+        name: dtensor.spec_of(each.param).mesh
+        for name, each in zip(names, held, strict=True)
+        if isinstance(each.param, DTensor)
     }
     for mesh in dict.fromkeys(meshes.values()):
         passed.add(mesh, [arguments])
     for name, mesh in meshes.items():
         passed.add(mesh, [name])
-    plan = NormPlan(held, passed, next(iter(held.params), None))
+    plan = NormPlan(held, passed)
     members = [sorted(indices, key=names.__getitem__) for indices in plan.members]  # may differ by rank
     plan.labels = [[names[index] for index in indices] for indices in members]
     own = _rows(held, plan.device, edges)
@@ -218,7 +218,7 @@ def _rows_over_ranks(
     for indices, column in zip(
         members, plan.over_ranks(columns, _combined, _with_largest_norm, _ROOM), strict=True
     ):
-        found |= {id(held.params[i]): row for i, row in zip(indices, column.tolist(), strict=True)}
+        found |= {id(held[i].param): row for i, row in zip(indices, column.tolist(), strict=True)}
     return {name: found[id(tensor)] for name, tensor in named.items() if id(tensor) in found}
 
 
@@ -243,9 +243,9 @@ def _with_those_of(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _rows(held: HeldGradients, device: torch.device, edges: Tensor) -> list[Tensor]:
+def _rows(held: Sequence[HeldGradient], device: torch.device, edges: Tensor) -> list[Tensor]:
     """The row of each, on the host: few rows cost less there than on a device."""
-    pieces = [list(_pieces(*pair, device)) for pair in zip(held.measured, held.params, strict=True)]
+    pieces = [list(_pieces(each.measured, each.param, device)) for each in held]
     rows = [_row_of_piece(piece, edges) for own in pieces for piece in own]
     on_host = stacked(rows, torch.device("cpu")).view(-1, _NUM_FIXED + max(0, len(edges) - 1))
     return [_combined(own) for own in on_host.split([len(own) for own in pieces])]

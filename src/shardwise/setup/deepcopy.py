@@ -86,7 +86,10 @@ def _twin(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
-    params = [_copied_param(param, memo) for param in old.params]
+    params = []
+    for param in old.params:
+        sites = [Site(_twin(site.module, memo), site.name, site.fqn) for site in param.sites]
+        params.append(param.copied(sites, memo[id(param.sharded)]))
     if isinstance(old, ExtensionBucket):
         new: Bucket = ExtensionBucket(params[0], old.mesh, old.policy, old.storage, old.mp_policy)
     else:
@@ -94,8 +97,3 @@ def _copied_bucket(old: Bucket, memo: Memo) -> Bucket:
     new.communication.use(old.communication.options)
     new.lay_out(torch.device("meta"))
     return new
-
-
-def _copied_param(old: Param, memo: Memo) -> Param:
-    sites = [Site(_twin(site.module, memo), site.name, site.fqn) for site in old.sites]
-    return old.copied(sites, memo[id(old.sharded)])

@@ -51,7 +51,7 @@ def _make_sharded_class(original: type) -> type:
         "__deepcopy__": _deep_copy,
         "__reduce_ex__": _refuse_to_copy,
         "_apply": _apply_and_follow,
-        "__repr__": _mark_as_sharded,
+        "__repr__": lambda self: f"FSDP{original.__repr__(self)}",  # type: ignore[call-arg]
         "_get_fsdp_state": lambda self: _NO_STATE,
         "__module__": __name__,
         "__doc__": original.__doc__,
@@ -103,10 +103,6 @@ def _apply_and_follow(self: Any, fn: Any, recurse: bool = True) -> Any:
     result = original_class(self)._apply(self, fn, recurse)  # type: ignore[attr-defined]
     module_state_of(self).group.adopt_when_moved()
     return result
-
-
-def _mark_as_sharded(self: Any) -> str:
-    return f"FSDP{original_class(self).__repr__(self)}"  # type: ignore[call-arg]
 
 
 def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:

@@ -6,8 +6,9 @@ alone would leave the others waiting for it.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike, fspath
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,6 @@ from shardwise.state.model_files import ModelFiles, Paths
 from shardwise.state.named_state import entries_of
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | Paths | None
-T = TypeVar("T")
 CALLER = "load_full_state_dict"
 
 
@@ -94,16 +94,40 @@ def load_full_state_dict(
         load_full_state_dict(model, "path/to/hugging-face-model")
     """
     check_module(CALLER, model)
-    load = _Load(model, src_rank, strict, convert_dtype)
+    axes, device = axes_of_model(model), device_of_model(model)
+
+    def check() -> None:
+        module_states_at_rest(CALLER, model)
+        check_rank(CALLER, "src_rank", src_rank)
+        check_flags(CALLER, strict=strict, convert_dtype=convert_dtype)
+
+    told = {"src_rank": src_rank, "strict": strict, "convert_dtype": convert_dtype}
+    run_on_all_ranks(axes, device, check, caller=CALLER, same=told)
+    targets = LoadTargets(CALLER, entries_of(model), strict, convert_dtype)
     with ExitStack() as files:
-        if src_rank is None:
-            return load.everywhere(lambda: _opened(_in_form(source), files))
-        broadcast = Broadcast(load.axes, src_rank, load.device)
-        own, offer = _offer_of(source) if broadcast.is_source else (None, None)
-        offer = broadcast.object(offer)
-        if isinstance(offer, list):
-            return load.everywhere(lambda: _opened(offer, files))
-        return load.from_one(offer, own, broadcast)
+        offer: Any = None
+        if src_rank is not None:
+            broadcast = Broadcast(axes, src_rank, device)
+            own, offer = _offer_of(source) if broadcast.is_source else (None, None)
+            offer = broadcast.object(offer)
+        if isinstance(offer, str):
+            raise RuntimeError(offer)
+        if src_rank is None or isinstance(offer, list):
+            full = run_on_all_ranks(axes, device, lambda: _opened(offer or _in_form(source), files))
+            return _load(
+                model,
+                targets,
+                full.facts,
+                lambda name: full.read(name, own_region(targets.entries[name].value)),
+                lambda: run_on_all_ranks(axes, device, lambda: load_everywhere(targets, full)),
+            )
+
+        def write() -> None:
+            pairs = iter(own.items()) if isinstance(own, dict) else own
+            load_from_one(targets, pairs, broadcast, device, BUCKET_BYTES)
+            targets.refuse(targets.missing_problems())
+
+        return _load(model, targets, offer, own.__getitem__ if isinstance(own, dict) else None, write)
 
 
 def _in_form(source: Any) -> list[str] | dict[str, Any] | Pairs:
@@ -153,77 +177,38 @@ def _opened(own: list[str] | dict[str, Any] | Pairs, files: ExitStack) -> FullSo
     return FullSource(own if isinstance(own, dict) else by_name(own))
 
 
-class _Load:
-    """One call of ``load_full_state_dict``."""
+def _load(
+    model: nn.Module,
+    targets: LoadTargets,
+    facts: Mapping[str, ShapeAndDtype] | None,
+    read: Callable[[str], Any] | None,
+    write: Callable[[], object],
+) -> LoadReport:
+    """Check all that is known, give memory, write values, and load what only modules can; a failure after
+    the check marks the model. ``read``: returns values that are here."""
+    together = partial(run_on_all_ranks, axes_of_model(model), device_of_model(model))
 
-    def __init__(self, model: nn.Module, src_rank: int | None, strict: bool, converts: bool) -> None:
-        self.axes, self.device = axes_of_model(model), device_of_model(model)
-        self._model = model
+    def check() -> None:
+        if facts is not None:
+            targets.expect(facts, is_all=True)
+        refuse_lost(model, CALLER, [entry.value for entry in targets.entries.values()])
+        if facts is not None and read is not None:
+            targets.refuse_broken_ties(read)
 
-        def check() -> None:
-            module_states_at_rest(CALLER, model)
-            check_rank(CALLER, "src_rank", src_rank)
-            check_flags(CALLER, strict=strict, convert_dtype=converts)
+    def give() -> None:
+        if is_on_meta(model):
+            give_memory(model)
+            targets.entries = entries_of(model)
 
-        told = {"src_rank": src_rank, "strict": strict, "convert_dtype": converts}
-        run_on_all_ranks(self.axes, self.device, check, caller=CALLER, same=told)
-        self._targets = LoadTargets(CALLER, entries_of(model), strict, converts)
-
-    def _together(self, act: Callable[[], T]) -> T:
-        return run_on_all_ranks(self.axes, self.device, act)
-
-    def everywhere(self, open_source: Callable[[], FullSource]) -> LoadReport:
-        """Each rank reads its rows of a source that is checked first."""
-        source = self._together(open_source)
-        entries = self._targets.entries
-        return self._run(
-            source.facts,
-            lambda name: source.read(name, own_region(entries[name].value)),
-            lambda: self._together(lambda: load_everywhere(self._targets, source)),
-        )
-
-    def from_one(self, offer: Any, own: Any, broadcast: Broadcast) -> LoadReport:
-        """One rank reads, and sends to the others."""
-        if isinstance(offer, str):
-            raise RuntimeError(offer)
-
-        def write() -> None:
-            pairs = iter(own.items()) if isinstance(own, dict) else own
-            load_from_one(self._targets, pairs, broadcast, self.device, BUCKET_BYTES)
-            self._targets.refuse(self._targets.missing_problems())
-
-        return self._run(offer, own.__getitem__ if isinstance(own, dict) else None, write)
-
-    def _run(
-        self,
-        facts: Mapping[str, ShapeAndDtype] | None,
-        read: Callable[[str], Any] | None,
-        write: Callable[[], object],
-    ) -> LoadReport:
-        """Check all that is known, give memory, write values, and load what only modules can; a failure
-        after the check marks the model. ``read``: returns values that are here."""
-
-        def check() -> None:
-            if facts is not None:
-                self._targets.expect(facts, is_all=True)
-            refuse_lost(self._model, CALLER, [entry.value for entry in self._targets.entries.values()])
-            if facts is not None and read is not None:
-                self._targets.refuse_broken_ties(read)
-
-        def give() -> None:
-            if is_on_meta(self._model):
-                give_memory(self._model)
-                self._targets.entries = entries_of(self._model)
-
-        self._together(check)
-        try:
-            self._together(give)
-            write()
-            if self._targets.whole:
-                self._together(lambda: self._model.load_state_dict(self._targets.whole, strict=False))
-        except Exception as error:
-            mark_partly_loaded(self._model, str(error))
-            raise
-        if not self._targets.missing():
-            note_complete_load(self._model)
-        return self._targets.report()
+    together(check)
+    try:
+        together(give)
+        write()
+        if targets.whole:
+            together(lambda: model.load_state_dict(targets.whole, strict=False))
+    except Exception as error:
+        mark_partly_loaded(model, str(error))
+        raise
+    if not targets.missing():
+        note_complete_load(model)
+    return targets.report()

@@ -223,17 +223,15 @@ def mapped(value: Any, act: Callable[[StatePath, Any], Any], place: StatePath = 
     return act(place, value)
 
 
-def staged(value: Any) -> Any:
-    """A copy of nested dicts and lists, with tensors in host memory."""
-    return _staged(value, {})
+def staged(value: Any, copies: dict[Hashable, Tensor] | None = None) -> Any:
+    """A copy of nested dicts and lists, with tensors in host memory.
 
-
-def _staged(value: Any, copies: dict[Hashable, Tensor]) -> Any:
-    """``copies``: those made so far. Tied parameters have several names and one memory: copied once."""
+    ``copies``: those made so far. Tied parameters have several names and one memory: copied once."""
+    copies = {} if copies is None else copies
     if isinstance(value, dict):
-        return {key: _staged(each, copies) for key, each in value.items()}
+        return {key: staged(each, copies) for key, each in value.items()}
     if type(value) in (list, tuple) and any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
-        return type(value)(_staged(each, copies) for each in value)
+        return type(value)(staged(each, copies) for each in value)
     if not isinstance(value, Tensor):
         return deepcopy(value)
     local = dtensor.plain(value)

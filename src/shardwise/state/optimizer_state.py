@@ -1,4 +1,5 @@
-"""Full optimizer state: out of shards, into shards, and by parameter name or by id.
+"""State of optimizers: full state out of shards and into them, by parameter name or by id; and how a saved
+state, a checkpoint's or a full one, fits the optimizers that are to go on with it.
 
     by name     state["head.weight"] = {"step": ..., "exp_avg": ...}      group["params"] = ["head.weight"]
     by id       state[0] = {"step": ..., "exp_avg": ...}                  group["params"] = [0]
@@ -9,7 +10,9 @@ first brought into the order of the optimizer at hand. By name is what ``torch.d
 and reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,24 +23,29 @@ from shardwise.arguments import check_module, check_rank, check_type
 from shardwise.comm.full_tensors import BUCKET_BYTES, full_values
 from shardwise.layout.fqns import clean, listed
 from shardwise.layout.mesh import Axis
+from shardwise.optim.offload import _StateMover
+from shardwise.optim.whole_parameters import are_equal
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import Broadcast, axes_of_model, device_of_model, gather_from_all, own_rank
 from shardwise.ranks.replicas import broadcast_tensors
 from shardwise.state.loading import LoadTargets, ShapeAndDtype, load_from_one
 from shardwise.state.named_state import (
+    Names,
+    Optimizers,
     StateEntry,
     StatePath,
     check_at_rest,
     check_parameters,
     has_whole_state,
+    is_elsewhere,
     leaves,
     mapped,
     parameter_names,
     parameters_of,
     state_of,
 )
-from shardwise.state.optimizer_plan import SavedState, load_into, plan_groups, plan_optimizers
+from shardwise.torch_compat import dtensor, optimizers
 
 State = dict[str, Any]
 LOAD = "load_full_optimizer_state_dict"
@@ -154,12 +162,12 @@ def load_full_optimizer_state_dict(
 
     named = run_on_all_ranks(axes, device, read)
     outline = broadcast.object(None if named is None else _outline(named))
-    loading = run_on_all_ranks(axes, device, lambda: _OptimizerLoad(outline, model, optimizer))
+    targets, finish = run_on_all_ranks(axes, device, lambda: _planned(outline, model, optimizer))
     tensors = None
     if named is not None:
         tensors = ((_label(p), leaf) for p, leaf in leaves(named["state"]) if isinstance(leaf, Tensor))
-    load_from_one(loading.targets, tensors, broadcast, device, BUCKET_BYTES)
-    run_on_all_ranks(axes, device, loading.finish)
+    load_from_one(targets, tensors, broadcast, device, BUCKET_BYTES)
+    run_on_all_ranks(axes, device, finish)
 
 
 def rekey_optimizer_state_dict(
@@ -248,23 +256,19 @@ def _own_names(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) 
 
 
 def _check_form(state: Any, caller: str) -> None:
-    def are_groups(groups: Any) -> bool:
-        return isinstance(groups, (list, tuple)) and all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
-        )
-
-    def are_states(states: Any) -> bool:
-        return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
-
-    is_dict = isinstance(state, Mapping)
-    if not (is_dict and are_states(state.get("state")) and are_groups(state.get("param_groups"))):
+    try:
+        keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+        is_state = all(isinstance(each, Mapping) for each in state["state"].values())
+    except (AttributeError, LookupError, TypeError):
+        is_state = False
+    if not is_state:
+        is_dict = isinstance(state, Mapping)
         inside = listed(map(repr, state), 4) or "nothing in it" if is_dict else ""
         found = f"a dict with {inside}" if is_dict else f"a {type(state).__name__}"
         raise RuntimeError(
             f"{caller}: state is {found}, where the state of an optimizer has 'state', a dict for each "
             "parameter, and 'param_groups', a list of dicts with 'params' in each."
         )
-    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if not any(all(isinstance(key, kind) for key in keys) for kind in (int, str)):
         raise RuntimeError(
             f"{caller}: a state identifies its parameters by names or by ids, but not by both."
@@ -281,54 +285,317 @@ def _outline_of(state: State) -> State:
 
 def _outline(named: State) -> State:
     """The state without its tensors; tensors among hyperparameters stay."""
-
-    def on_host(_: StatePath, value: Any) -> Any:
-        return value.detach().cpu() if isinstance(value, Tensor) else value
-
-    return {"state": _outline_of(named["state"]), "param_groups": mapped(named["param_groups"], on_host)}
+    groups = mapped(named["param_groups"], lambda _, v: v.detach().cpu() if isinstance(v, Tensor) else v)
+    return {"state": _outline_of(named["state"]), "param_groups": groups}
 
 
 def _label(place: StatePath) -> str:
     return f"{place[0]} ({'.'.join(map(str, place[1:]))})"
 
 
-class _OptimizerLoad:
-    """New state in shards: allocated first, then filled, and given to the optimizer when complete."""
+def _planned(
+    outline: State, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[LoadTargets, Callable[[], None]]:
+    """New state in shards, to be filled; and what then has the optimizer go on with it."""
+    names, outlines = parameter_names(model), outline["state"]
+    own = {key for values in state_of([optimizer], names)["state"].values() for key in values}
+    others = {key for values in outlines.values() for key in values} - own
+    if own and others:  # else it has not stepped
+        raise ValueError(
+            f"{LOAD}: the state holds {listed(sorted(map(str, others)))}, but this optimizer keeps "
+            f"{listed(sorted(map(str, own)))}: it is the state of another kind of optimizer."
+        )
+    there: dict[str, dict[StatePath, tuple[StatePath, ShapeAndDtype]]] = {}
+    for place, leaf in leaves(outlines):
+        facts = leaf if isinstance(leaf, ShapeAndDtype) else ShapeAndDtype(None)
+        there.setdefault(place[0], {})[place[1:]] = place, facts
+    saved = SavedState(LOAD, outline["param_groups"], there, is_checkpoint=False)
+    (plan,) = plan_optimizers(saved, [optimizer], names)
+    entries = {}
+    for place, facts in leaves(outlines):
+        if isinstance(facts, ShapeAndDtype):
+            target = plan.blanks.get(place)
+            if target is None:  # another rank has it whole; all take part in sending it
+                target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
+            entries[_label(place)] = StateEntry("", target, True)
 
-    def __init__(self, outline: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        names = parameter_names(model)
-        self._optimizer, self._outline = optimizer, outline["state"]
-        own = {key for values in state_of([optimizer], names)["state"].values() for key in values}
-        others = {key for values in self._outline.values() for key in values} - own
-        if own and others:  # else it has not stepped
+    def filled(place: StatePath, leaf: Any) -> Any:
+        return plan.blanks[place] if isinstance(leaf, ShapeAndDtype) else leaf
+
+    def finish() -> None:
+        own_names = [saved.name_of(names[param]) for param in parameters_of(optimizer)]
+        loaded = {n: mapped(outlines[own_names[n]], filled, (own_names[n],)) for n in plan.state}
+        load_into(optimizer, plan.kept | loaded, plan.groups, convert_dtype=False)
+
+    return LoadTargets(LOAD, entries, is_strict=None, converts=False), finish
+
+
+# --- how a saved state fits -----------------------------------------------------------------------
+
+# What schedulers of the learning rate add to param groups.
+SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"}
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state of optimizers, as it was saved.
+
+    ``groups`` have names as ``params``; ``state`` has, by name and by the path below it, a key and what is
+    known of the value. Of a checkpoint, parts may belong to other ranks' models, as in a pipeline, and values
+    are read into the state that an optimizer has; else its state stays as it is until all has come.
+    """
+
+    where: str  # begins messages
+    groups: list[dict[str, Any]]
+    state: Mapping[str, Mapping[StatePath, tuple[Hashable, ShapeAndDtype]]]
+    is_checkpoint: bool
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """The groups, by index, of the parameters."""
+        return {name: index for index, group in enumerate(self.groups) for name in group["params"]}
+
+    @cached_property
+    def scalars(self) -> set[StatePath]:
+        """Paths of states that are one number for a parameter of any shape, such as a step count."""
+        found: set[StatePath] = {("step",), ("eta",), ("mu",), ("mu_product",)}
+        for values in self.state.values():
+            if any(facts.shape for _, facts in values.values()):
+                found |= {place for place, (_, facts) in values.items() if facts.shape == ()}
+        return found
+
+    def name_of(self, aliases: Iterable[str]) -> str | None:
+        """The one of its names that a parameter has here."""
+        return next((name for name in aliases if name in self.group_of), None)
+
+
+@dataclass
+class OptimizerPlan:
+    """What is loaded into one optimizer: its groups, and by the numbers of parameters what was saved of each.
+
+    ``kept``: the state that parameters keep. ``blanks``: by key, where a tensor is read; None for what is no
+    tensor.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[int, Mapping[StatePath, Hashable]] = field(default_factory=dict)
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
+    blanks: dict[Any, Tensor | None] = field(default_factory=dict)
+
+
+def plan_groups(
+    saved: SavedState, optimizers: Optimizers, names: Names, strict: bool = True
+) -> list[list[dict[str, Any]]]:
+    """The param groups of each optimizer, with the saved hyperparameters, and numbers as ``params``.
+
+    Refuses other parameters (if ``strict``), other groups, and groups of another kind of optimizer.
+    """
+    for optimizer in optimizers:
+        check_parameters(optimizer, names)
+    if strict:
+        _refuse_other_parameters(saved, optimizers, names)
+    taken: dict[int, str] = {}
+    empty = iter([group for group in saved.groups if not group["params"]])
+    return [_groups_for(saved, optimizer, names, taken, empty) for optimizer in optimizers]
+
+
+def plan_optimizers(
+    saved: SavedState, optimizers: Optimizers, names: Names, strict: bool = True
+) -> list[OptimizerPlan]:
+    """How ``saved`` fits the optimizers."""
+    plans = [OptimizerPlan(groups) for groups in plan_groups(saved, optimizers, names, strict)]
+    for optimizer, plan in zip(optimizers, plans, strict=True):
+        for number, param in enumerate(parameters_of(optimizer)):
+            name = saved.name_of(names[param])
+            existing = optimizer.state.get(param, {})
+            if name is None or not (saved.state.get(name) or saved.is_checkpoint):
+                if existing:
+                    plan.kept[number] = dict(existing)
+            elif saved.state.get(name) and not is_elsewhere(optimizer, param):
+                plan.state[number] = {place: key for place, (key, _) in saved.state[name].items()}
+                plan.blanks |= _blanks(saved, name, param, existing, has_whole_state(optimizer))
+    return plans
+
+
+def _refuse_other_parameters(saved: SavedState, optimizers: Optimizers, names: Names) -> None:
+    own = [param for each in optimizers for param in parameters_of(each)]
+    missing = [names[param][0] for param in own if saved.name_of(names[param]) is None]
+    ours = {alias for param in own for alias in names[param]}
+    of_model = {alias for aliases in names.values() for alias in aliases}
+    unexpected = [
+        name
+        for name in dict.fromkeys([*saved.group_of, *saved.state])
+        if name not in ours and (name in of_model or not saved.is_checkpoint)
+    ]
+    lines = [f"not saved: {listed(missing)}"] if missing else []
+    lines += [f"saved only: {listed(unexpected)}"] if unexpected else []
+    if lines:
+        advice = " strict=False keeps the state of those not saved." if saved.is_checkpoint else ""
+        raise ValueError(
+            f"{saved.where}: the optimizer has other parameters; {'; '.join(lines)}. Nothing was loaded."
+            f"{advice}"
+        )
+
+
+def _groups_for(
+    saved: SavedState,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    taken: dict[int, str],
+    empty: Iterator[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """``taken`` notes which of the saved groups were used, by a parameter in the one that used it.
+
+    Groups without parameters, to be filled later, take those of ``empty`` in order.
+    """
+    found, number = [], 0
+    for index, own in enumerate(optimizer.param_groups):
+        hyper = {key: value for key, value in own.items() if key != "params"}
+        known = [name for param in own["params"] if (name := saved.name_of(names[param])) is not None]
+        sources = sorted({saved.group_of[name] for name in known})
+        for source in sources:
+            if source in taken:
+                raise ValueError(
+                    f"{saved.where}: {taken[source]} and {known[0]} share a param group in the saved state, "
+                    "and are in two groups of the optimizer. Build the optimizer with the same groups as the "
+                    "one that was saved."
+                )
+            taken[source] = known[0]
+        candidates = [saved.groups[source] for source in sources]
+        if not own["params"] and (other := next(empty, None)) is not None:
+            candidates = [other]
+        if candidates:
+            _check_alike(saved.where, type(optimizer).__name__, index, hyper, candidates)
+            hyper |= {k: v for k, v in candidates[0].items() if k not in ("params", "param_names")}
+        numbers = list(range(number, number + len(own["params"])))
+        number += len(numbers)
+        found.append(hyper | {"params": numbers})
+    return found
+
+
+def _check_alike(
+    where: str, kind: str, index: int, own: dict[str, Any], candidates: list[dict[str, Any]]
+) -> None:
+    first = candidates[0]
+    lacks = set(own) - set(first) - SCHEDULERS - {"param_names"}
+    beyond = set(first) - set(own) - SCHEDULERS - {"params", "param_names"}
+    if lacks and beyond:  # one of the two alone is what another version of torch has added
+        raise ValueError(
+            f"{where}: group {index} of {kind} has {listed(sorted(lacks))}, but the saved group has "
+            f"{listed(sorted(beyond))}: this is the state of another kind of optimizer. Build the same kind, "
+            "or load only the model."
+        )
+    for key in first:
+        if key not in ("params", "param_names") and not all(
+            are_equal(first[key], each.get(key)) for each in candidates
+        ):
             raise ValueError(
-                f"{LOAD}: the state holds {listed(sorted(map(str, others)))}, but this optimizer keeps "
-                f"{listed(sorted(map(str, own)))}: it is the state of another kind of optimizer."
+                f"{where}: group {index} of {kind} joins parameters of several saved groups, which differ in "
+                f"'{key}': {listed(str(each.get(key)) for each in candidates)}. Build the optimizer with the "
+                "same groups as the one that was saved."
             )
-        there: dict[str, dict[StatePath, tuple[StatePath, ShapeAndDtype]]] = {}
-        for place, leaf in leaves(self._outline):
-            facts = leaf if isinstance(leaf, ShapeAndDtype) else ShapeAndDtype(None)
-            there.setdefault(place[0], {})[place[1:]] = place, facts
-        saved = SavedState(LOAD, outline["param_groups"], there, is_checkpoint=False)
-        self._names = [saved.name_of(names[param]) for param in parameters_of(optimizer)]
-        (self._plan,) = plan_optimizers(saved, [optimizer], names)
-        entries = {}
-        for place, facts in leaves(self._outline):
-            if isinstance(facts, ShapeAndDtype):
-                target = self._plan.blanks.get(place)
-                if target is None:  # another rank has it whole; all take part in sending it
-                    target = torch.empty(facts.shape or (), dtype=facts.dtype, device="meta")
-                entries[_label(place)] = StateEntry("", target, True)
-        self.targets = LoadTargets(LOAD, entries, is_strict=None, converts=False)
 
-    def finish(self) -> None:
-        """Have the optimizer go on with it."""
 
-        def filled(place: StatePath, leaf: Any) -> Any:
-            return self._plan.blanks[place] if isinstance(leaf, ShapeAndDtype) else leaf
+# --- tensors --------------------------------------------------------------------------------------
 
-        loaded = {}
-        for number in self._plan.state:
-            name = self._names[number]
-            loaded[number] = mapped(self._outline[name], filled, (name,))
-        load_into(self._optimizer, self._plan.kept | loaded, self._plan.groups, convert_dtype=False)
+
+def _blanks(
+    saved: SavedState, name: str, param: Tensor, existing: Any, is_whole: bool
+) -> dict[Hashable, Tensor | None]:
+    own = dict(leaves(existing))
+    made: dict[Hashable, Tensor | None] = {}
+    for place, (key, facts) in saved.state[name].items():
+        made[key] = None
+        if facts.shape is None:
+            continue
+        there, is_scalar = own.get(place), place in saved.scalars
+        made[key] = _blank(param, there, facts, is_scalar, is_whole, saved.is_checkpoint)
+        if made[key] is None:
+            has = f", but {tuple(there.shape)} here" if isinstance(there, Tensor) else ""
+            raise ValueError(
+                f"{saved.where}: '{'.'.join(map(str, place))}' of {name} has shape {facts.shape}{has}; the "
+                f"shape of the parameter is {tuple(param.shape)}. So it is unknown how the ranks share this "
+                "state. Take a step with the optimizer before loading, so that its state shows how."
+            )
+    return made
+
+
+def _blank(
+    param: Tensor, there: Any, facts: ShapeAndDtype, is_scalar: bool, is_whole: bool, reuse: bool
+) -> Tensor | None:
+    """Where to read a tensor of a parameter's state: what is ``there``, or memory of the same form.
+
+    None: the layout of a tensor of this size is unknown. ``is_whole``: it is not.
+    """
+    size, dtype, device = torch.Size(facts.shape or ()), facts.dtype, dtensor.plain(param).device
+    if isinstance(there, Tensor) and there.shape == size:
+        # Adagrad and others make state on the meta device if the model is there when they are built. It
+        # stays there when the model gets memory.
+        is_lost = dtensor.plain(there).is_meta and device.type != "meta"
+        if reuse and there.dtype == dtype and not is_lost:
+            return there
+        if not (is_lost and is_scalar):
+            return with_memory(there, device if is_lost else dtensor.plain(there).device, dtype)
+    elif isinstance(there, Tensor) and not reuse:
+        return None
+    if isinstance(param, DTensor) and size == param.shape and not is_scalar and not is_whole:
+        return with_memory(param, device, dtype)
+    if is_whole or not size or not isinstance(param, DTensor):
+        return torch.empty(size, dtype=dtype, device=torch.device("cpu") if is_scalar else device)
+    return None
+
+
+def with_memory(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """New memory on ``device``, of the form of ``like``."""
+    return dtensor.placed_as(like, torch.empty_like(dtensor.plain(like), device=device, dtype=dtype))
+
+
+def load_into(
+    optimizer: torch.optim.Optimizer,
+    state: dict[int, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    convert_dtype: bool,
+) -> None:
+    """Give `optimizer` a state by the numbers of parameters, and the hyperparameters of `groups`.
+
+    By its own method: ``set_optimizer_state_dict`` of torch.distributed.checkpoint makes a step of an
+    optimizer that has made none, which counts as one where a parameter has no state to be loaded.
+    `convert_dtype`: states of the form of their parameter take its dtype.
+    """
+    params = parameters_of(optimizer)
+    groups = [_on_devices_of(own, each) for own, each in zip(optimizer.param_groups, groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for number, values in state.items():
+        mine = optimizer.state[params[number]]
+        mine.update(_with_dtypes_of(values, mine, params[number] if convert_dtype else None))
+    for hook in optimizers.step_post_hooks(optimizer):
+        if isinstance(mover := getattr(hook, "__self__", None), _StateMover):
+            mover.to_host(optimizer, (), {})  # it came to the device, as load_state_dict does
+
+
+def _on_devices_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Move tensors among hyperparameters (of a capturable optimizer) to the devices of the current ones."""
+    at_hand = {key: value for key, value in leaves(dict(own)) if isinstance(value, Tensor)}
+
+    def placed(place: StatePath, value: Any) -> Any:
+        is_wanted = isinstance(value, Tensor) and place in at_hand
+        return value.to(at_hand[place].device) if is_wanted else value
+
+    return mapped(dict(saved), placed)  # type: ignore[no-any-return]
+
+
+def _with_dtypes_of(saved: dict[str, Any], cast: dict[str, Any], converted: Tensor | None) -> Any:
+    """State as it was saved: torch has cast all but 'step' to the dtype of the parameter, ASGD's eta too.
+
+    What has the form of ``converted`` stays as it was cast.
+    """
+    before = dict(leaves(saved))
+
+    def uncast(place: StatePath, leaf: Any) -> Any:
+        old = before.get(place)
+        if not isinstance(leaf, Tensor) or not isinstance(old, Tensor) or place[0] == "step":
+            return leaf
+        is_converted = converted is not None and old.shape == converted.shape
+        return leaf if is_converted or leaf.dtype == old.dtype else old.to(leaf.device)
+
+    return mapped(cast, uncast)

@@ -14,6 +14,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
+from shardwise.layout.fqns import listed
 from shardwise.layout.text_tables import ruled
 from shardwise.tracing.records import (
     ALL_GATHER,
@@ -257,9 +258,7 @@ def _on_prefetch(
         if len(names) == 1:
             yield f"{names[0]} waits {longest} for its all-gather in {phase}: {would}"
         else:
-            most = [*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])]
-            who = f"{', '.join(most[:-1])} and {most[-1]}"
-            yield f"{who} wait up to {longest} for their all-gathers in {phase}: {would}"
+            yield f"{listed(names, 2)} wait up to {longest} for their all-gathers in {phase}: {would}"
 
 
 def _on_uncovered(
