@@ -12,11 +12,11 @@ import pytest
 import torch
 from comparing import assert_as_plain
 from harness import World
-from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, seat, whole
-from models import built, random_batch, shard_tower
+from meshed import Layout, gradients_of, layout_inputs, parameters_of
+from models import built
 from on_ranks import on_ranks
 from reference import LocalAdamW, full
-from tensor_parallel import SIZES, Mlp, Run, Stack, loss_of, made, split_everything
+from tensor_parallel import SIZES, Mlp, Run, in_bfloat16, loss_of, made, trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -32,32 +32,6 @@ USUAL = Layout((2, 2), ("dp", "tp"), ("dp",))
 OTHER_ORDER = Layout((2, 2), ("tp", "dp"), ("dp",))
 REPLICAS = Layout((2, 1, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
 SHARDS_OF_ONE_REPLICA = Layout((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))
-
-
-OPTIMIZERS = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-    "adamw_foreach": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True),
-    "adamw_loop": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=False),
-    "sgd_momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-}
-
-
-def trained(layout: Layout | None, run: Run) -> dict[str, Any]:
-    model = made(layout, run)
-    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
-    notes: dict[str, Any] = {}
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        for microbatch in range(run.microbatches):
-            if layout is not None:
-                model.set_requires_gradient_sync(microbatch == run.microbatches - 1)
-            inputs = layout_inputs(layout, 10 * step + microbatch, run.sizes[0])
-            loss_of(model, inputs).backward()
-        if run.clip is not None:
-            notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip))
-        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
-        optimizer.step()
-    return {**notes, **parameters_of(model)}
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -304,24 +278,6 @@ def test_parameters_on_the_whole_mesh_train_as_plainly(
 
 
 # --- with low precision ---------------------------------------------------------------------------
-
-
-def in_bfloat16(layout: Layout | None, microbatches: int, clip: float) -> dict[str, Any]:
-    """bfloat16 computation, float32 reduction, accumulation and clipping at once."""
-    torch.manual_seed(1234)
-    model = Stack()
-    if layout is not None:
-        split_everything(model, layout.mesh()["tp"])
-        policy = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard_tower(model, mesh=layout.data_mesh(), mp_policy=policy)
-        assert all(param.dtype == torch.float32 for param in model.parameters())
-    for microbatch in range(microbatches):
-        if layout is not None:
-            model.set_requires_gradient_sync(microbatch == microbatches - 1)
-        inputs = part(random_batch(microbatch, 12).float(), *seat(layout))
-        (model(inputs).float() - inputs.sum(-1, keepdim=True)).pow(2).mean().backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return {"norm": whole(norm), **gradients_of(model)}
 
 
 def test_bfloat16_accumulation_and_clipping_work_together(world4: World) -> None:

@@ -41,6 +41,10 @@ def report(simulation: Simulation) -> str:
     return re.sub(r":\d+ in", ": in", told(simulation.findings))
 
 
+def kinds(simulation: Simulation) -> list[str]:
+    return [finding.kind for finding in simulation.findings]
+
+
 # --- clocks ---------------------------------------------------------------------------------------
 
 
@@ -59,14 +63,18 @@ def test_a_lane_knows_what_it_has_waited_for_and_what_that_had_waited_for() -> N
 # --- between streams ------------------------------------------------------------------------------
 
 
-def test_a_read_that_does_not_wait_for_a_write_is_told_with_both_sides(
-    simulation: Simulation, side: Any
-) -> None:
+def written_beside(simulation: Simulation, side: Any) -> Tensor:
     values = torch.zeros(4, device=DEVICE)
     side.wait_stream(simulation.device.computing)
     with side:
         values.fill_(1)
-    values + 1
+    return values
+
+
+def test_a_read_that_does_not_wait_for_a_write_is_told_with_both_sides(
+    simulation: Simulation, side: Any
+) -> None:
+    written_beside(simulation, side) + 1
     assert_expected_inline(
         report(simulation),
         """\
@@ -87,7 +95,7 @@ def test_a_write_that_does_not_wait_for_a_read_is_a_race(simulation: Simulation,
     with side:
         values + 1
     values.fill_(1)
-    assert [finding.kind for finding in simulation.findings] == ["side reads, computing writes"]
+    assert kinds(simulation) == ["side reads, computing writes"]
 
 
 def wait_for_stream(simulation: Simulation, side: Any) -> None:
@@ -112,10 +120,7 @@ def wait_for_all_on_the_host(simulation: Simulation, side: Any) -> None:
 def test_what_is_waited_for_in_any_way_is_no_race(
     simulation: Simulation, side: Any, wait: Callable[..., None]
 ) -> None:
-    values = torch.zeros(4, device=DEVICE)
-    side.wait_stream(simulation.device.computing)
-    with side:
-        values.fill_(1)
+    values = written_beside(simulation, side)
     wait(simulation, side)
     values + 1
     assert simulation.findings == []
@@ -123,14 +128,11 @@ def test_what_is_waited_for_in_any_way_is_no_race(
 
 
 def test_an_event_stands_for_what_was_there_when_it_was_recorded(simulation: Simulation, side: Any) -> None:
-    values = torch.zeros(4, device=DEVICE)
-    side.wait_stream(simulation.device.computing)
     early = side.record_event()
-    with side:
-        values.fill_(1)
+    values = written_beside(simulation, side)
     simulation.device.computing.wait_event(early)
     values + 1
-    assert [finding.kind for finding in simulation.findings] == ["side writes, computing reads"]
+    assert kinds(simulation) == ["side writes, computing reads"]
 
 
 def test_two_reads_and_accesses_of_other_bytes_need_no_order(simulation: Simulation, side: Any) -> None:
@@ -152,20 +154,24 @@ def test_tensors_that_share_memory_by_dlpack_are_one(simulation: Simulation, sid
     values[:2] + 1
     assert simulation.findings == []
     values[3:] + 1
-    assert [finding.kind for finding in simulation.findings] == ["side writes, computing reads"]
+    assert kinds(simulation) == ["side writes, computing reads"]
 
 
 # --- the allocator --------------------------------------------------------------------------------
 
 
-def test_memory_that_is_given_out_again_while_another_stream_reads_it_is_told(
-    simulation: Simulation, side: Any
-) -> None:
+def allocated_beside_and_read(simulation: Simulation, side: Any) -> Tensor:
     with side:
         values = torch.zeros(4, device=DEVICE)
     simulation.device.computing.wait_stream(side)
     values + 1
-    del values
+    return values
+
+
+def test_memory_that_is_given_out_again_while_another_stream_reads_it_is_told(
+    simulation: Simulation, side: Any
+) -> None:
+    allocated_beside_and_read(simulation, side)  # and freed
     with side:
         torch.empty(1, device=DEVICE)
     assert_expected_inline(
@@ -184,24 +190,15 @@ EARLY REUSE of 16 bytes of memory that side allocated
     )
 
 
-def test_memory_may_be_given_out_again_behind_its_last_use(simulation: Simulation, side: Any) -> None:
-    with side:
-        values = torch.zeros(4, device=DEVICE)
-    simulation.device.computing.wait_stream(side)
-    values + 1
+def test_memory_may_be_given_out_again_behind_its_last_use_or_to_its_reader(
+    simulation: Simulation, side: Any
+) -> None:
+    kept = allocated_beside_and_read(simulation, side)
     side.wait_stream(simulation.device.computing)
-    del values
+    del kept
     with side:
         torch.empty(1, device=DEVICE)
-    assert simulation.findings == []
-
-
-def test_freed_memory_of_a_stream_does_not_concern_the_others(simulation: Simulation, side: Any) -> None:
-    with side:
-        values = torch.zeros(4, device=DEVICE)
-    simulation.device.computing.wait_stream(side)
-    values + 1
-    del values
+    allocated_beside_and_read(simulation, side)
     torch.empty(1, device=DEVICE)
     assert simulation.findings == []
 
@@ -239,7 +236,7 @@ def test_the_host_may_not_write_what_is_being_copied(simulation: Simulation) -> 
     source = pinned(1, 2)
     source.to(DEVICE, non_blocking=True)
     source.fill_(3)
-    assert [finding.kind for finding in simulation.findings] == ["computing reads, the host writes"]
+    assert kinds(simulation) == ["computing reads, the host writes"]
 
 
 def test_the_host_may_not_read_what_is_being_copied_to_it(simulation: Simulation) -> None:
@@ -358,9 +355,7 @@ def test_results_that_nobody_waited_for_are_a_race(simulation: Simulation) -> No
     source, output = torch.ones(2, device=DEVICE), torch.zeros(16, device=DEVICE)
     work = all_gather(output, source, async_op=True)
     output + 1
-    assert [finding.kind for finding in simulation.findings] == [
-        "an asynchronous all_gather writes, computing reads"
-    ]
+    assert kinds(simulation) == ["an asynchronous all_gather writes, computing reads"]
     work.wait()
 
 
@@ -368,9 +363,7 @@ def test_what_is_sent_may_not_be_changed_on_the_way(simulation: Simulation) -> N
     source, output = torch.ones(2, device=DEVICE), torch.zeros(16, device=DEVICE)
     work = all_gather(output, source, async_op=True)
     source.zero_()
-    assert [finding.kind for finding in simulation.findings] == [
-        "an asynchronous all_gather reads, computing writes"
-    ]
+    assert kinds(simulation) == ["an asynchronous all_gather reads, computing writes"]
     work.wait()
 
 

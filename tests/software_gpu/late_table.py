@@ -5,7 +5,7 @@ in `races/mutants.py`, or another one. `UNSEEN` has the reason where values are 
 find these.
 """
 
-from races.mutants import HARMLESS, MUTANTS, PATCHES
+from races.mutants import MUTANTS, PATCHES
 
 from software_gpu.late_recipes import Case
 
@@ -90,30 +90,3 @@ def found_by(late: int, world: int) -> list[Case]:
         and FOUND_BY.get(str(what), 1) == late
         and world_of(scenario) == world
     ]
-
-
-def unseen(world: int) -> list[Case]:
-    return [
-        (scenario, what)
-        for scenario, what in mutants()
-        if str(what) in UNSEEN and world_of(scenario) == world
-    ]
-
-
-# Scenarios in which the harmless ones of `races/mutants.py` are asked for.
-_HARMLESS_IN = {
-    "Reduction._start_stage.<locals>.finish": "hook on its own stream",
-    "Unsharded._free_buffers": "direct",
-    "Unsharded.keep_part": "parts kept until backward",
-    "UnshardedBucket._on_device": "offload",
-    "Root.let_host_write": "offload, edits after a backward that did not reach all",
-}
-_HANDED_IN = {"register_comm_hook": "comm hook", "unsharded": "summon"}
-
-
-def harmless(world: int) -> list[Case]:
-    """Waits that no program can notice."""
-    cases: list[Case] = [
-        (_HARMLESS_IN.get(site.callers[0]) or _HANDED_IN[site.callers[1]], site) for site in HARMLESS
-    ]
-    return [(scenario, site) for scenario, site in cases if world_of(scenario) == world]

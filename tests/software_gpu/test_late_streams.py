@@ -125,25 +125,6 @@ def test_each_wait_that_is_left_out_is_found_by_its_schedule(world: int, late: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [1, 2, 3, 4, 10, 11])
-def test_nothing_is_found_of_what_only_clocks_can_see(late: int, tmp_path: Path) -> None:
-    cases = late_table.unseen(2)
-    assert [
-        told(case) for case, what in zip(cases, wrong(2, late, cases, tmp_path), strict=True) if what
-    ] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [1, 2, 4, 10])
-@pytest.mark.parametrize("world", [2, 4])
-def test_nothing_is_found_of_what_is_harmless(world: int, late: int, tmp_path: Path) -> None:
-    cases = late_table.harmless(world)
-    assert [
-        told(case) for case, what in zip(cases, wrong(world, late, cases, tmp_path), strict=True) if what
-    ] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [1, 2, 3, 4, 10, 11])
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_scenario_gives_late_what_it_gives_at_once(world: int, late: int, tmp_path: Path) -> None:
     cases: list[Case] = [(name, None) for name in SCENARIOS if late_table.world_of(name) == world]

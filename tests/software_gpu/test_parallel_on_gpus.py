@@ -5,8 +5,7 @@ import pytest
 from software_gpu import parallel_programs
 from software_gpu.launch import on_the_older_back_end, run_on_gpus
 
-# Partial sums over ranks are rounded to bfloat16 before they are added; plain torch adds in float32.
-TOLERANCE = {"tensor parallel, bfloat16": 2e-2}
+TOLERANCE = {"tensor parallel, bfloat16": 0.03}  # of the largest number; everything else is in float64
 
 
 @pytest.mark.slow
@@ -22,4 +21,4 @@ def test_pipelines_and_tensor_parallelism(world: int, late: int, backend: str) -
         run_on_gpus(world, parallel_programs.differences, backend, late=late, timeout_s=400)
     ):
         for name, off in found.items():
-            assert off <= TOLERANCE.get(name, 2e-6), f"rank {rank}, {name}: off by {off}"
+            assert off <= TOLERANCE.get(name, 1e-9), f"rank {rank}, {name}: off by {off}"

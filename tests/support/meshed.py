@@ -32,8 +32,8 @@ BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
 
 @cache  # every mesh opens process groups, which no test can close; a rank's process has few
-def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...], device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Layout:
     shape: tuple[int, ...]
     names: tuple[str, ...] = ("replicate", "shard")
     data: tuple[str, ...] = ("replicate", "shard")
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return "_".join(f"{name}{size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -52,7 +53,7 @@ class Layout:
         return math.prod(self.shape)
 
     def mesh(self) -> DeviceMesh:
-        return device_mesh(self.shape, self.names)
+        return device_mesh(self.shape, self.names, self.device)
 
     def data_mesh(self) -> DeviceMesh:
         return self.mesh() if self.data == self.names else self.mesh()[self.data]
@@ -74,7 +75,8 @@ def seat(layout: Layout | None) -> tuple[int, int]:
 
 def layout_inputs(layout: Layout | None, step: int, width: int = 8) -> Tensor:
     """This rank's rows of the batch of `step`."""
-    return part(random_batch(step, BATCH_SIZE, width), *seat(layout))
+    mine = part(random_batch(step, BATCH_SIZE, width), *seat(layout))
+    return mine if layout is None else mine.to(layout.device)
 
 
 def part(batch: Tensor, index: int, count: int) -> Tensor:

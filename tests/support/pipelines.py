@@ -20,6 +20,7 @@ from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import CPUOffloadPolicy
 from shardwise.interop import PipelineStage, follow_unshard_actions
 
 ROWS = 8  # of a global batch
@@ -88,6 +89,8 @@ class Pipeline:
     checkpoints: bool = False
     ties: bool = False  # the stage uses one layer twice
     evaluates: bool = False  # after each step
+    device: str = "cpu"
+    offloads: bool = False
 
     def __str__(self) -> str:
         return self.schedule
@@ -155,12 +158,13 @@ def plain(pipeline: Pipeline) -> Trained:
 
 def pipelined(pipeline: Pipeline) -> Trained:
     """What this rank sees of them, with its part of the batch and its stages."""
-    mesh, trained = device_mesh(pipeline.mesh, pipeline.names), Trained()
+    mesh, trained = device_mesh(pipeline.mesh, pipeline.names, pipeline.device), Trained()
     rank, data = mesh.get_local_rank("pipe"), mesh[pipeline.data]
     indices, everything = pipeline.indices(rank), stages(pipeline)
-    modules = [everything[index] for index in indices]
+    modules = [everything[index].to(pipeline.device) for index in indices]
+    options = {"offload_policy": CPUOffloadPolicy()} if pipeline.offloads else {}
     for module in modules:
-        shard_tower(module, mesh=data, reshard_after_forward=pipeline.reshard)
+        shard_tower(module, mesh=data, reshard_after_forward=pipeline.reshard, **options)
         if not pipeline.mean:
             module.set_gradient_divide_factor(1.0)
     schedule = schedule_of(pipeline, modules, indices, mesh.get_group("pipe"))
@@ -176,7 +180,7 @@ def pipelined(pipeline: Pipeline) -> Trained:
             trained.collectives.clear()  # the first step has compared plans
             for module in modules:
                 observe(module, lambda event, name: trained.events.update([event]))
-        x, target = (whole.chunk(data.size())[seat] for whole in batch_of(step))
+        x, target = (whole.chunk(data.size())[seat].to(pipeline.device) for whole in batch_of(step))
         losses: list[Tensor] = []
         with CountCollectives(trained.collectives):
             schedule.step(*([x] if rank == 0 else []), target=target, losses=losses)
@@ -196,7 +200,7 @@ def pipelined(pipeline: Pipeline) -> Trained:
 
 
 def schedule_of(pipeline: Pipeline, modules: list[nn.Module], indices: list[int], group: Any) -> Any:
-    device = torch.device("cpu")
+    device = torch.device(pipeline.device)
     local = [
         pipeline.kind(module, index, pipeline.num_stages, device, group=group)
         for module, index in zip(modules, indices, strict=True)

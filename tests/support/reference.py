@@ -77,7 +77,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def full(tensor: Tensor | None) -> Tensor | None:
     """The whole of a tensor, sharded or not, on the host and safe from later changes."""
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # from the host, where offloaded
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 

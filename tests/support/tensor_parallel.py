@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from meshed import Layout
+from meshed import Layout, gradients_of, layout_inputs, parameters_of, whole
 from models import built, shard_tower
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module
@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from shardwise import MixedPrecisionPolicy
 
 
 class Mlp(nn.Module):
@@ -129,6 +131,7 @@ def made(layout: Layout | None, run: Run) -> Stack:
     model = built(Stack, *run.sizes)
     if layout is None:
         return model
+    model.to(layout.device)
     PLANS[run.plan](model, layout.mesh()["tp"])
     options = {"mesh": layout.data_mesh(), **run.options}
     if run.dim is not None:
@@ -138,3 +141,47 @@ def made(layout: Layout | None, run: Run) -> Stack:
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return (model(inputs) - inputs.sum(-1, keepdim=True)).pow(2).mean()
+
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "adamw_foreach": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True),
+    "adamw_loop": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=False),
+    "sgd_momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+}
+
+
+def trained(layout: Layout | None, run: Run) -> dict[str, Any]:
+    model = made(layout, run)
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
+    notes: dict[str, Any] = {}
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        for microbatch in range(run.microbatches):
+            if layout is not None:
+                model.set_requires_gradient_sync(microbatch == run.microbatches - 1)
+            inputs = layout_inputs(layout, 10 * step + microbatch, run.sizes[0])
+            loss_of(model, inputs).backward()
+        if run.clip is not None:
+            notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), run.clip))
+        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+    return {**notes, **parameters_of(model)}
+
+
+def in_bfloat16(layout: Layout | None, microbatches: int, clip: float) -> dict[str, Any]:
+    """bfloat16 computation, float32 reduction, accumulation and clipping at once."""
+    torch.manual_seed(1234)
+    model = Stack()
+    if layout is not None:
+        split_everything(model.to(layout.device), layout.mesh()["tp"])
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard_tower(model, mesh=layout.data_mesh(), mp_policy=policy)
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+    for microbatch in range(microbatches):
+        if layout is not None:
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+        inputs = layout_inputs(layout, microbatch).float()
+        (model(inputs).float() - inputs.sum(-1, keepdim=True)).pow(2).mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    return {"norm": whole(norm), **gradients_of(model)}
