@@ -57,6 +57,12 @@ def test_each_all_gather_begins_before_the_one_ahead_of_it_is_waited_for() -> No
     )
 
 
+def test_what_an_all_gather_needs_comes_no_later_than_before() -> None:
+    assert_expected_inline(
+        ordered("p, y, G1(p), w1(G1), c1(w1), G2(p), w2(G2), out(w2 c1)"), """p y G1 G2 w1 c1 w2 out"""
+    )
+
+
 BACKWARD = (
     "G3, w3(G3), c3(w3), R3(c3), x3(R3), g3(x3), G2, w2(G2), c2(c3 w2), R2(c2), x2(R2), g2(x2), "
     "G1, w1(G1), c1(c2 w1), R1(c1), x1(R1), g1(x1)"
@@ -76,7 +82,9 @@ def test_sums_over_replicas_are_waited_for_when_the_next_one_begins() -> None:
         program = program.replace(
             f"x{i}(R{i}), g{i}(x{i})", f"wx{i}(R{i}), A{i}(wx{i}), wa{i}(A{i}), g{i}(wa{i})"
         )
-    assert_expected_inline(ordered(program), """G3 G2 w3 c3 R3 G1 w2 c2 wx3 A3 R2 w1 c1 wa3 g3 wx2 A2 R1 wa2 g2 wx1 A1 wa1 g1""")
+    assert_expected_inline(
+        ordered(program), """G3 G2 w3 c3 R3 G1 w2 c2 wx3 A3 R2 w1 c1 wa3 g3 wx2 A2 R1 wa2 g2 wx1 A1 wa1 g1"""
+    )
 
 
 def test_what_depends_on_other_collectives_stays_where_it_is() -> None:

@@ -19,6 +19,7 @@ from refusals import refusals
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, shard_model
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.strategies.auto import CHOICE, AutoOptions, Choice, Search, Trial
@@ -35,12 +36,12 @@ def shard_copy(copy: nn.Module, mesh: Any, strategy: Any, overrides: Any) -> Non
     shard_model(copy, strategy=strategy, mesh=mesh, overrides=overrides, check_equal_weights=False)
 
 
-def choice_for(shapes: dict[str, dict[str, int]], memory: str) -> Choice:
-    """For one rank of a world that is not there."""
+def choice_for(shapes: dict[str, dict[str, int]], memory: str, is_offloaded: bool = False) -> Choice:
+    """For one rank of a world that is not there; of devices, if shards are offloaded."""
     with torch.device("meta"):
         model = GPT(SIZES)
     options = AutoOptions(memory, batch_of(0, SIZES), None, None)
-    return Search(model, options, shapes, None, True, shard_copy).run()
+    return Search(model, options, shapes, None, not is_offloaded, is_offloaded, shard_copy).run()
 
 
 # --- against measurement --------------------------------------------------------------------------
@@ -103,6 +104,18 @@ def chosen(model: nn.Module, memory: str, shape: dict[str, int], **options: Any)
 
 def tower(**sizes: int) -> nn.Module:
     return Tower(**({"width": 64, "hidden": 128, "depth": 4} | sizes))
+
+
+def test_shards_in_host_memory_do_not_count() -> None:
+    """tests/software_gpu compares such estimates with what the allocator of a device says."""
+    choice = choice_for({name: FOUR[name] for name in ("zero2", "zero3")}, "30MB", is_offloaded=True)
+    with torch.device("meta"):
+        model = GPT(SIZES)
+    options: Any = {"offload_policy": "cpu", "device": "cuda", "activation_checkpointing": False}
+    found = shardwise.estimate(model, world=4, strategy="zero2", batch=batch_of(0, SIZES), **options)
+    assert choice.trial.num_bytes == found.rows[0].peak.num_bytes
+    assert [trial.strategy for trial in choice.trials] == ["zero2"]
+    assert choice.assumptions.endswith("on each rank, shards in host memory")
 
 
 @pytest.mark.slow
@@ -330,8 +343,8 @@ the sample, float64 (2, 5): RuntimeError: a and b must have same
 reduction dim, but got [2, 5] X [8, 8].
 
 ValueError: shard_model: overrides does not work with strategy="auto",
-which chooses for all groups, with shards on the device and on dim 0.
-Leave it out, or name a strategy.
+which chooses for all groups, with shards on dim 0. Leave it out, or
+name a strategy.
 
 ValueError: shard_model: ranks disagree on what strategy="auto"
 assumes: rank 0 has 'optimizer adamw, a batch of float64 (2, 8) on

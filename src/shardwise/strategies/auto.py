@@ -172,12 +172,18 @@ class AutoOptions:
 
 
 def choose(
-    model: nn.Module, options: AutoOptions, mesh: DeviceMesh | None, dims: Any, param_dtype: Any, shard: Shard
+    model: nn.Module,
+    options: AutoOptions,
+    mesh: DeviceMesh | None,
+    dims: Any,
+    param_dtype: Any,
+    is_offloaded: bool,
+    shard: Shard,
 ) -> Choice:
     """The choice for ``model``, the same on all ranks. Collective; raises on all ranks.
 
     ``mesh`` and ``dims`` are those of ``shard_model``. ``param_dtype``: of the computation; None: the
-    parameters' own. ``shard`` shards a copy.
+    parameters' own. ``is_offloaded``: whether shards are kept on the host. ``shard`` shards a copy.
     """
     resolved = resolve_mesh(mesh, dims)
     axes, device = resolved.axes(), resolved.device
@@ -186,7 +192,8 @@ def choose(
     shapes = _shapes(resolved, mesh, dims)
 
     def search() -> Choice:
-        return Search(model, options, shapes, param_dtype, device.type == "cpu", shard).run()
+        on_host = device.type == "cpu"
+        return Search(model, options, shapes, param_dtype, on_host, is_offloaded and not on_host, shard).run()
 
     choice = run_on_all_ranks(axes, device, search)
     # A difference would have them make different meshes, and wait for each other for ever.
@@ -237,7 +244,8 @@ class Search:
     """Runs candidates, as one rank, and compares them.
 
     ``shapes``: for each strategy that is possible, the sizes of its mesh dimensions by their names.
-    ``on_host``: communication is gloo's.
+    ``on_host``: communication is gloo's. ``is_offloaded``: shards and the optimizer's state are in the host
+    memory of a device, and do not count.
     """
 
     def __init__(
@@ -247,9 +255,11 @@ class Search:
         shapes: dict[str, dict[str, int]],
         param_dtype: Any,
         on_host: bool,
+        is_offloaded: bool,
         shard: Shard,
     ) -> None:
         self._options, self._shapes, self._shard = options, shapes, shard
+        self._is_offloaded = is_offloaded
         self._memory = memory_in_bytes("shard_model", options.memory)
         self._usable = self._memory * 9 // 10
         self._training = training_of(
@@ -270,7 +280,7 @@ class Search:
         """The choice."""
         trials = tuple(self._trials())
         fitting = [trial for trial in trials if self._fits(trial)]
-        assumed = self._options.assumptions
+        assumed = self._options.assumptions + ", shards in host memory" * self._is_offloaded
         if fitting:
             return Choice(_best(fitting), trials, self._memory, self._usable, assumed)
         least = min((trial for trial in trials if trial.where), key=lambda trial: trial.num_bytes)
@@ -329,7 +339,8 @@ class Search:
         def shard(copy: nn.Module, mesh: DeviceMesh) -> None:
             self._shard(copy, mesh, strategy, overrides)
 
-        return Trial.of(strategy, kept, shape, dry_run(self._training, shape, shard))
+        step = dry_run(self._training, shape, shard)
+        return Trial.of(strategy, kept, shape, step.with_host_shards() if self._is_offloaded else step)
 
 
 def _best(trials: Sequence[Trial]) -> Trial:

@@ -34,7 +34,7 @@ from shardwise.policies import (
 )
 from shardwise.ranks.failures import monitored
 from shardwise.setup.discovery import Found, Meshes, make_param, names_below
-from shardwise.setup.validation import check_ignored, check_modules, class_name
+from shardwise.setup.validation import check_ignored, check_modules, check_offload, class_name
 from shardwise.strategies.auto import CHOICE, AutoOptions, Shard, choose
 from shardwise.strategies.block_options import (
     ActivationCheckpointing,
@@ -198,15 +198,13 @@ def shard_model(
     choice = None
     changes: Overrides | None = overrides
     if strategy == "auto":
-        _refuse_beside_auto(
-            overrides=overrides, offload_policy=offload_policy, shard_placement_fn=shard_placement_fn
-        )
+        _refuse_beside_auto(overrides=overrides, shard_placement_fn=shard_placement_fn)
         same = {"bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy, "comm_policy": comm_policy}
         on_device = (mesh.device_type if mesh else default_device_type("shard_model")) != "cpu"
-        is_offloaded = activation_offloading and on_device
-        shard = shard_copies(model, blocks, checkpointed, is_offloaded, same, ignored)
+        offloads = activation_offloading and on_device
+        shard = shard_copies(model, blocks, checkpointed, offloads, same, ignored)
         dtype = getattr(mp_policy, "param_dtype", None)
-        choice = choose(model, auto, mesh, dp_mesh_dims, dtype, shard)
+        choice = choose(model, auto, mesh, dp_mesh_dims, dtype, check_offload(offload_policy), shard)
         strategy, changes = cast(Strategy, choice.trial.strategy), choice.overrides
     else:
         auto.refuse_any(strategy)
@@ -259,7 +257,7 @@ def _refuse_beside_auto(**given: Any) -> None:
         if value is not None:
             raise ValueError(
                 f'shard_model: {name} does not work with strategy="auto", which chooses for all groups, '
-                "with shards on the device and on dim 0. Leave it out, or name a strategy."
+                "with shards on dim 0. Leave it out, or name a strategy."
             )
 
 
