@@ -12,8 +12,6 @@ In most models a group has one bucket; it has several if its parameters are shar
 experts are. A bucket knows *how*; its group knows whether and when.
 """
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,7 +41,7 @@ from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.slots import ALIGNMENT, Layout, Slot, choose_direct, plan_layout
 from shardwise.params.parameter import PLACE, Param
 from shardwise.policies import CommPolicy
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, tensor_impl
 
 
 class Bucket:
@@ -99,7 +97,7 @@ class Bucket:
         )
         if before is not None:
             self.reduction.carry_earlier(before)
-        ref = BucketRef(self)
+        ref = tensor_impl.AttributeRef(self)
         for index, param in enumerate(self.params):
             param.mark((ref, index))
 
@@ -354,17 +352,6 @@ class UnshardedBucket:
 
 
 # --- from a parameter to its bucket ----------------------------------------------------------------
-
-
-class BucketRef(weakref.ref[Bucket]):
-    """A sharded parameter's reference to its bucket. Pickled or copied, it becomes an empty dict, which
-    ``torch.load`` also reads with ``weights_only``."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> Any:
-        """Become an empty dict."""
-        return OrderedDict, ()
 
 
 def bucket_and_index(param: Tensor) -> tuple[Bucket, int] | None:

@@ -12,7 +12,6 @@ last call of forward still finds its own there.
 """
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,15 +33,6 @@ from shardwise.comm.streams import (
 from shardwise.torch_compat import dynamo, pytree, tensor_impl
 
 _COPY = "_shardwise_copy"  # an attribute of an input: its version, and a reference to its copy
-
-
-class _CopyRef(weakref.ref[Tensor]):
-    """Saved with the input, it becomes an empty dict."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
 
 
 class _Place:
@@ -140,7 +130,7 @@ class _Copies:
             if on_host is None:
                 on_host = _host_memory_for(tensor)
                 pairs.append((on_host, tensor.detach()))
-                vars(tensor)[_COPY] = version, _CopyRef(on_host)
+                vars(tensor)[_COPY] = version, tensor_impl.AttributeRef(on_host)
             inputs.on_host.append(on_host)
         self._copy(inputs, pairs)
         return inputs

@@ -1,6 +1,8 @@
 """Internals of tensors and parameters: class, attributes, version, storage. Seen on 2.11 to 2.13."""
 
 import logging
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -81,6 +83,17 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """Attributes that were set on ``tensor``, without those in which a tensor subclass keeps its contents."""
     inside = vars(tensor.detach())
     return {name: value for name, value in vars(tensor).items() if name not in inside}
+
+
+class AttributeRef(weakref.ref[Any]):
+    """A weak reference in an attribute of a tensor. Saved or copied with the tensor, it becomes an empty
+    dict, which ``torch.load`` also reads with ``weights_only``."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        """Become an empty dict."""
+        return OrderedDict, ()
 
 
 def become(tensor: nn.Parameter, new: Tensor) -> None:
