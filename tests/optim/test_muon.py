@@ -6,27 +6,28 @@ here, in float64.
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from arrangements import Way, world_of
+from arrangements import world_of
 from checkpointing import Run, first_half, second_half
 from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import device_mesh, refusal
-from models import built, random_batch
+from models import built, random_batch, shard_tower
 from on_ranks import on_ranks
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise
-from shardwise import full_state_dict, fully_shard
-from shardwise.optim import Muon, is_hidden_matrix, newton_schulz
+from shardwise import clip_grad_norm_, full_state_dict, fully_shard
+from shardwise.optim import GradScaler, Muon, is_hidden_matrix, newton_schulz
 from shardwise.state import load_full_optimizer_state_dict, rekey_optimizer_state_dict
 
 # --- the reference --------------------------------------------------------------------------------
@@ -123,25 +124,50 @@ def fused(name: str, param: Tensor) -> list[int] | None:
     return [6, 6, 6, 1] if name.endswith("qkv.weight") else None
 
 
-class TiedModel(Model):
-    """A matrix is tied across blocks, and the embedding with the head."""
+@dataclass(frozen=True)
+class Spread:
+    """How the model lies on ranks. Travels by pickle."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].up.weight = self.blocks[0].up.weight
-        self.head.weight = self.embed.weight
+    ranks: int
+    kind: str = "rows"
+    is_tied: bool = False  # a matrix across blocks, and the embedding with the head
+
+    def __str__(self) -> str:
+        return f"{'tied_' if self.is_tied else ''}{self.kind}_{self.ranks}"
+
+    def model(self) -> nn.Module:
+        model = built(Model, seed=0)
+        if self.is_tied:
+            first, second = model.blocks
+            second.up.weight = first.up.weight  # type: ignore[union-attr]
+            model.head.weight = model.embed.weight
+        if self.kind == "plain":
+            return model
+        options: dict[str, Any] = {"mesh": device_mesh((self.ranks,), ("shard",))}
+        if self.kind == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1)
+        elif self.kind == "expert_rows":
+            options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 3 else None
+        elif self.kind == "hybrid":
+            options = {"mesh": device_mesh((2, self.ranks // 2), ("replicate", "shard"))}
+        elif self.kind == "offload":
+            options["offload_policy"] = shardwise.CPUOffloadPolicy()
+        elif self.kind == "replicated":
+            return shardwise.shard_model(model, strategy="ddp", **options)
+        elif self.kind == "tp":
+            whole = device_mesh((self.ranks // 2, 2), ("shard", "tp"))
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for block in model.blocks:
+                parallelize_module(block, whole["tp"], plan)
+            options = {"mesh": whole["shard"]}
+        return shard_tower(model, **options)
 
 
-def model_in(way: Way) -> Any:
-    model = built(TiedModel if way.build == "tied" else Model, seed=0)
-    return model if way.kind == "none" else way.spread(model)
-
-
-PLAIN = Way(1, "none")
-WAYS = [
-    *(Way(1), Way(2), Way(3), Way(4), Way(2, "none"), Way(4, "tp"), Way(2, "tp")),
-    *(Way(3, "columns"), Way(4, "hybrid"), Way(2, "offload"), Way(2, "ddp")),
-    *(Way(2, build="tied"), Way(4, "hybrid", "tied"), Way(2, "none", "tied")),
+SPREADS = [
+    *(Spread(1), Spread(2), Spread(3), Spread(4)),
+    *(Spread(3, "columns"), Spread(4, "hybrid"), Spread(2, "offload"), Spread(2, "replicated")),
+    *(Spread(2, "plain"), Spread(3, "expert_rows"), Spread(4, "tp"), Spread(2, "tp")),
+    *(Spread(2, is_tied=True), Spread(4, "hybrid", is_tied=True), Spread(2, "plain", is_tied=True)),
 ]
 
 
@@ -158,17 +184,18 @@ def train_steps(model: nn.Module, optimizer: Any, steps: range) -> dict[str, Any
     return {name: full(param) for name, param in model.named_parameters()}
 
 
-def sharded_steps(way: Way) -> dict[str, Any]:
-    model = model_in(way)
-    return train_steps(model, exact(model, row_blocks=fused), range(20))
+def sharded_steps(spread: Spread, steps: int, **options: Any) -> dict[str, Any]:
+    model = spread.model()
+    return train_steps(model, exact(model, row_blocks=fused, **options), range(steps))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_twenty_steps_are_those_of_whole_matrices(way: Way, request: pytest.FixtureRequest) -> None:
-    model = model_in(replace(way, kind="none"))
+@pytest.mark.parametrize("spread", SPREADS, ids=str)
+def test_twenty_steps_are_those_of_whole_matrices(spread: Spread, request: pytest.FixtureRequest) -> None:
+    model = Spread(1, "plain", spread.is_tied).model()
     want = train_steps(model, PlainMuon(model.named_parameters(), 0.02, fused), range(20))
-    assert_all_same(world_of(way, request).run(sharded_steps, way), want, 1e-10)
+    for got in world_of(spread, request).run(sharded_steps, spread, 20):
+        assert_all_same([got], want, 1e-10)
 
 
 # --- torch's own, in bfloat16 ---------------------------------------------------------------------
@@ -257,10 +284,10 @@ def test_a_checkpoint_goes_on_in_another_world(
 @on_ranks(3)
 def test_copies_full_states_by_name_or_id_and_state_dicts_go_on() -> None:
     """Half of the steps, and the rest with what copies, full states and state dicts make of it."""
-    plain = model_in(PLAIN)
+    plain = Spread(1, "plain").model()
     want = train_steps(plain, PlainMuon(plain.named_parameters(), 0.02, fused), range(6))
-    way = Way(3)
-    model = model_in(way)
+    spread = Spread(3)
+    model = spread.model()
     optimizer = exact(model, row_blocks=fused)
     train_steps(model, optimizer, range(3))
     copies: list[tuple[Any, Any]] = [copy.deepcopy((model, optimizer))]
@@ -270,7 +297,7 @@ def test_copies_full_states_by_name_or_id_and_state_dicts_go_on() -> None:
         assert {key for values in state["state"].values() for key in values} == {
             *("exp_avg", "exp_avg_sq", "momentum_buffer", "step")
         }
-        other = model_in(way)
+        other = spread.model()
         shardwise.load_full_state_dict(other, weights)
         fresh = exact(other, row_blocks=fused)
         load_full_optimizer_state_dict(other, fresh, state)
@@ -298,30 +325,61 @@ def test_the_state_of_torchs_muon_is_taken_over() -> None:
 # --- what a training loop does --------------------------------------------------------------------
 
 
-def with_missing_gradients(way: Way) -> Any:
-    model = model_in(way)
-    params = dict(model.named_parameters())
-    optimizer: Any = (
-        PlainMuon(params.items(), 0.02, fused) if way == PLAIN else exact(model, row_blocks=fused)
+def scheduled_plainly() -> Any:
+    model = Spread(1, "plain").model()
+    optimizer = PlainMuon(model.named_parameters(), 0.02, fused)
+    for number in (0, 2, 3):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for each, lr in ((optimizer, 0.02), (optimizer.adamw, 0.01)):
+            each.param_groups[0]["lr"] = lr * 0.5**number
+        optimizer.step()
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@on_ranks(2)
+def test_scaling_clipping_and_schedules() -> None:
+    spread = Spread(2)
+    model = spread.model()
+    optimizer = exact(model, row_blocks=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, number) * (float("inf") if number == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert_all_same(
+        [{name: full(param) for name, param in model.named_parameters()}], scheduled_plainly(), 1e-9
     )
+
+
+def with_missing_gradients(spread: Spread | None) -> Any:
+    model = (spread or Spread(1, "plain")).model()
+    params = dict(model.named_parameters())
+    optimizer: Any = exact(model, row_blocks=fused) if spread else PlainMuon(params.items(), 0.02, fused)
     for number in range(4):
         optimizer.zero_grad()
         loss_of(model, number).backward()
         for name in list(params)[number : 4 + number]:
             params[name].grad = None
         optimizer.step()
-        for group in [*optimizer.param_groups, *(optimizer.adamw.param_groups if way == PLAIN else ())]:
-            group["lr"] *= 0.5
     return {name: full(param) for name, param in params.items()}
 
 
-def test_what_has_no_gradient_is_left_out_and_learning_rates_are_followed(world3: World) -> None:
-    assert_all_same(world3.run(with_missing_gradients, Way(3)), with_missing_gradients(PLAIN), 1e-10)
+def test_a_matrix_without_gradient_is_left_out(world3: World) -> None:
+    assert_all_same(world3.run(with_missing_gradients, Spread(3)), with_missing_gradients(None), 1e-10)
 
 
 @on_ranks(2)
 def test_a_gradient_that_one_rank_lacks_is_refused_everywhere() -> None:
-    model = model_in(Way(2))
+    model = Spread(2).model()
     optimizer = exact(model, row_blocks=fused)
     loss_of(model, 0).backward()
     before = [full(param) for param in model.parameters()]
@@ -365,7 +423,7 @@ def test_each_rank_does_its_share_of_the_computation(world2: World) -> None:
 
 @on_ranks(1)
 def test_hidden_matrices_and_experts_are_orthogonalised() -> None:
-    muon, adamw = exact(model_in(Way(1))).param_groups
+    muon, adamw = exact(Spread(1).model()).param_groups
     assert (muon["algorithm"], adamw["algorithm"]) == ("muon", "adamw")
     assert muon["param_names"] == [
         f"blocks.{i}.{name}"
@@ -490,13 +548,18 @@ def test_what_cannot_be_put_together_is_refused_by_name() -> None:
     optimizer.step()
     optimizer.state[good]["momentum_buffer"] = torch.ones(4, 4)
     found.append(refusal(optimizer.step))
-    plain = nn.Parameter(torch.ones(4, 4))
-    plain.grad = torch.ones(4, 4).to_sparse()
-    found.append(refusal(Muon([("up", plain)]).step))
     assert_expected_inline(
         "\n".join(found),
         """\
 ValueError: up: a DTensor with placement P(sum) holds parts of a sum, which have no place in the full tensor. Redistribute it to Shard(...) or Replicate() first.
-TypeError: up: 'momentum_buffer' in the state is a Tensor of shape (4, 4), where a DTensor of the parameter's shape, (4, 4), is expected. Load full states with shardwise.state.load_full_optimizer_state_dict.
-TypeError: up: .grad is sparse, and Muon needs whole matrices. Use a dense gradient.""",
+TypeError: up: 'momentum_buffer' in the state is a Tensor of shape (4, 4), where a DTensor of the parameter's shape, (4, 4), is expected. Load full states with shardwise.state.load_full_optimizer_state_dict.""",
+    )
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    matrix = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([("up", matrix)])
+    matrix.grad = torch.ones(4, 4).to_sparse()
+    assert refusal(optimizer.step) == (
+        "TypeError: up: .grad is sparse, and Muon needs whole matrices. Use a dense gradient."
     )

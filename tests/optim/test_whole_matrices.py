@@ -1,6 +1,5 @@
 """A function of whole matrices on shards: what owners get, what comes back, who does how much of it."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,7 +12,6 @@ from meshed import device_mesh, refusal
 from on_ranks import on_ranks
 from reference import full
 from sent_bytes import counting_bytes
-from strange_optimizers import Shampoo
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -119,26 +117,48 @@ def test_fused_matrices_are_treated_one_by_one() -> None:
 # --- a method of its own on it --------------------------------------------------------------------
 
 
-@torch.no_grad()
+class Shampoo:
+    """Shampoo (Gupta et al., 2018) in a page: each owner keeps the two statistics of its matrices."""
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        self.params, self.lr = params, lr
+        self.whole = WholeMatrices(params)
+        self.statistics: dict[BlockKey, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        updates = self.whole.apply([param.grad for param in self.params], self.preconditioned)
+        for param, update in zip(self.params, updates, strict=True):
+            param.sub_(self.lr * update)
+
+    def preconditioned(self, gradients: Tensor, keys: list[BlockKey]) -> Tensor:
+        return torch.stack([self.one(gradient, key) for gradient, key in zip(gradients, keys, strict=True)])
+
+    def one(self, gradient: Tensor, key: BlockKey) -> Tensor:
+        eye = [1e-2 * torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
+        left, right = self.statistics.get(key, eye)
+        left, right = left + gradient @ gradient.T, right + gradient.T @ gradient
+        self.statistics[key] = left, right
+        return inverse_root(left) @ gradient @ inverse_root(right)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values ** (-1 / 4)) @ vectors.T
+
+
 def shampoo_steps(lay: Lay | None) -> Any:
-    """Each owner keeps the statistics of its matrices by their keys."""
-    tensors = wholes() if lay is None else lay.tensors()
-    params = [tensor for tensor in tensors if tensor.dim() == 2]
-    whole, shampoo = WholeMatrices(params), Shampoo(params)
-    statistics: dict[BlockKey, dict[str, Any]] = defaultdict(dict)
-
-    def preconditioned(gradients: Tensor, keys: list[BlockKey]) -> Tensor:
-        pairs = zip(gradients, keys, strict=True)
-        return torch.stack([shampoo.update({}, each, each, statistics[key]) for each, key in pairs])
-
+    tensors: Any = wholes() if lay is None else lay.tensors()
+    params = [tensor.requires_grad_() for tensor in tensors if tensor.dim() == 2]
+    optimizer = Shampoo(params, 0.1)
     for _ in range(3):
-        gradients = [(param * (index + 1)).sin() for index, param in enumerate(params)]
-        for param, update in zip(params, whole.apply(gradients, preconditioned), strict=True):
-            param.sub_(0.1 * update)
-    return [full(param) for param in params], len(statistics)
+        for index, param in enumerate(params):
+            param.grad = (param.detach() * (index + 1)).sin()
+        optimizer.step()
+    return [full(param) for param in params], len(optimizer.statistics)
 
 
-def test_a_method_may_keep_state_by_key(world3: World) -> None:
+def test_shampoo_in_a_page_is_the_same_on_shards(world3: World) -> None:
     want, count = shampoo_steps(None)
     ran = world3.run(shampoo_steps, Lay((3,), (Shard(0),)))
     assert sum(statistics for _, statistics in ran) == count
@@ -288,7 +308,7 @@ ValueError: bad has the layout torch.sparse_coo; only dense tensors are supporte
 ValueError: tensor 0: its row blocks are (3, 2), where positive numbers that add up to its 4 rows (shape (4, 4)) are expected.
 ValueError: WholeMatrices: batch_bytes is 0; pass a number of bytes above 0.
 ValueError: WholeMatrices: 2 tensors were passed, but the plan was made for 1. Make another plan for other tensors.
-ValueError: WholeMatrices: tensor 0: shape, placements or device differ from the plan. Make another plan for other tensors.
+ValueError: tensor 0 has shape (4, 4), placements (Shard(dim=1),) on DeviceMesh((shard=2), 'cpu', stride=(1,)), but the plan was made for shape (4, 4), placements (Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)). Make another plan for other tensors.
 ValueError: the function of whole matrices returned (1, 3, 2) for 1 matrices of shape (2, 3); it has to return as many of that shape: (1, 2, 3).""",
     )
 

@@ -70,6 +70,14 @@ class MixedTower(Model):
         self.head = nn.Conv1d(7, 3, 2)
 
 
+class SharedAngles(MixedTower):
+    """Both blocks share a buffer, and each computes it anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].rotary.angles = self.blocks[0].rotary.angles
+
+
 class OddBlock(Model):
     """Parameters and buffers of many shapes and dtypes, and an init that reads what its children have."""
 
@@ -203,6 +211,12 @@ def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_are_those_of_one_process(world: World, case: Case) -> None:
     assert_bits(world.run(materialized, case), plain(case))
+
+
+@on_ranks(2)
+def test_each_module_may_compute_a_shared_buffer_anew() -> None:
+    case = Case(SharedAngles)
+    assert_bits([materialized(case)], plain(case))
 
 
 @pytest.mark.sample(3)

@@ -159,6 +159,25 @@ class Raises(Simple):
         return grad
 
 
+class DecaysAll(Simple):
+    """Decays all parameters, with gradients or without."""
+
+    def prepare(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.is_floating_point():
+                    param.mul_(0.9)
+
+
+class ChangesAtTimes(Simple):
+    """Halves its learning rate in every second step."""
+
+    def prepare(self) -> None:
+        self.steps = vars(self).get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] *= 1 if self.steps % 2 else 0.5
+
+
 class Sign(Simple):
     """NaN where a gradient is zero, as in one process."""
 

@@ -80,7 +80,7 @@ def zero_to_checkpoint(source: Path, path: Path) -> None:
     """Write a checkpoint at ``path`` with the weights of a checkpoint of DeepSpeed's ZeRO, as
     ``zero_to_safetensors`` finds them, the state of its optimizer, and ``shared={"step": ...}``.
 
-    They are put together in a file that is mapped into memory, in the folder of ``path``.
+    They are put together in temporary files that are mapped into memory, beside ``path``.
     """
     folders.check_name("convert", path)
     files = ZeroFiles(source)

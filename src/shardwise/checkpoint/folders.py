@@ -257,6 +257,8 @@ def publish(save: Save) -> None:
         save.partial.rename(save.path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            if is_complete(save.path):
+                forget_previous(save)
             raise FileExistsError(
                 f"{save.path}: another job has saved to this path meanwhile, so this save could not be moved "
                 "there. The checkpoint there is that of the other job. Give each job its own path."

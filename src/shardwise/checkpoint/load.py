@@ -60,6 +60,8 @@ from shardwise.torch_compat import dtensor
 
 _log = logging.getLogger(__name__)
 
+_TRIALS = 10  # where another job may save to the same path
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -372,11 +374,17 @@ def _expect(manifest: Manifest, targets: LoadTargets, all_names: set[str]) -> No
 
 def opened(files: ExitStack, path: Path, verify: bool, trust: bool) -> Manifest:
     """The checkpoint at `path`; `files` closes it."""
-    folders.refuse_forbidden(path / folders.METADATA)
-    place = folders.found(path)
-    if place is None:
-        raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
-    return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
+    for trials_left in reversed(range(_TRIALS)):
+        folders.refuse_forbidden(path / folders.METADATA)
+        place = folders.found(path)
+        try:
+            if place is None:
+                raise FileNotFoundError(f"{path} is not a checkpoint: {folders.why_not_a_checkpoint(path)}.")
+            return Manifest.read(files.enter_context(folders.OpenFolder(place)), verify, trust)
+        except FileNotFoundError:
+            if not trials_left or not folders.is_complete(path):
+                raise  # else another job has saved between two of these lines
+    raise AssertionError
 
 
 def _refuse_other_saves(rank_group: RankGroup, manifest: Manifest) -> None:

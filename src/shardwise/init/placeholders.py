@@ -117,6 +117,10 @@ class Placeholder:
         self._register(self.original)
         if self.had_values or shown is None:
             return None
+        if self.is_buffer and any(tensor is shown for tensor in found):
+            found, problem = self._split_off_replaced(found, shown)
+            if problem:
+                return f"{self.fqn}: {problem}"
         others = [tensor for tensor in found if tensor is not shown]
         new = others[0] if others else shown
         if others and any(tensor is not new for tensor in found):
@@ -128,6 +132,19 @@ class Placeholder:
             return None  # reported at the end of the walk
         self._take(new.detach())
         return None
+
+    def _split_off_replaced(self, found: list[Any], shown: Tensor) -> tuple[list[Any], str | None]:
+        """Split off the sites at which a shared buffer was replaced: they have another buffer now."""
+        left = []
+        for site, tensor in zip(self.sites, found, strict=True):
+            if tensor is shown:
+                left.append(site)
+            elif problem := self._misfit(tensor):
+                return found, problem
+            else:
+                site.entries[site.name] = tensor.detach().to(self.home, self.original.dtype)
+        self.sites = left
+        return [shown] * len(left), None
 
     def _misfit(self, new: Tensor | None) -> str | None:
         """Why ``new`` cannot become its value, or None."""

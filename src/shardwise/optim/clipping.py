@@ -183,7 +183,13 @@ def _message_about_nonfinite(total: Tensor, power: float, names: Sequence[str]) 
 
 
 def _check_max_norm(max_norm: Any) -> float:
-    if isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise ValueError(
+                f"clip_grad_norm_: max_norm is a tensor of shape {tuple(max_norm.shape)}; pass a number, or "
+                "a tensor of one element."
+            )
+    elif isinstance(max_norm, (bool, str)) or not hasattr(max_norm, "__float__"):
         raise TypeError(f"clip_grad_norm_: max_norm is {describe(max_norm)}; pass a number.")
     value = float(max_norm)
     if not value >= 0:

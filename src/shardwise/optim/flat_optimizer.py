@@ -181,10 +181,7 @@ class FlatOptimizer(Optimizer):
 
     def _show(self) -> Any:
         """Take the state out of the runs: from now on the shown state is authoritative."""
-        apart, others = dict(self._resting), dict(self._flat_state)
-        for run in self._plan.runs if self._plan is not None else ():
-            if run.flat in others:
-                apart.update(zip(run.params, run.take_apart(others.pop(run.flat)), strict=True))
+        apart, others = self._taken_apart()
         self.state = None
         shown: defaultdict[Any, Any] = defaultdict(dict)
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
@@ -195,6 +192,14 @@ class FlatOptimizer(Optimizer):
         shown.update({param: self._views(param, values) for param, values in apart.items()})
         shown.update(others)
         return shown
+
+    def _taken_apart(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
+        """The state of sharded parameters, by parameter, and that of other parameters."""
+        apart, others = dict(self._resting), dict(self._flat_state)
+        for run in self._plan.runs if self._plan is not None else ():
+            if run.flat in others:
+                apart.update(zip(run.params, run.take_apart(others.pop(run.flat)), strict=True))
+        return apart, others
 
     def _views(self, param: Tensor, values: ParamState) -> dict[str, Any]:
         shown: dict[str, Any] = {}
@@ -215,10 +220,10 @@ class FlatOptimizer(Optimizer):
         views[key] = weakref.ref(view, lambda _: views.pop(key, None)), part
 
     def _taken_back(self) -> tuple[dict[Tensor, ParamState], dict[Any, Any]]:
-        """The state to show: that of sharded parameters, and that of other parameters."""
+        """The shown state: that of sharded parameters, and that of other parameters."""
         apart: dict[Tensor, ParamState] = {}
         others: dict[Any, Any] = {}
-        for param, values in self.state.items():
+        for param, values in self._shown.items():
             if isinstance(param, DTensor):
                 apart[param] = {key: self._part(param, key, value) for key, value in values.items()}
             else:
@@ -246,7 +251,7 @@ class FlatOptimizer(Optimizer):
 
     def _replan(self) -> list[Tensor]:
         """Make runs of the current parameters; return their gradients."""
-        apart, others = self._taken_back()
+        apart, others = self._taken_apart() if self._shown is None else self._taken_back()
         found: list[tuple[FlatRun, list[RunMember]]] = []
         flats: list[list[Tensor]] = []
         for index, group in enumerate(self.param_groups):
@@ -328,7 +333,7 @@ def _check_group(kind: str, index: int, group: dict[str, Any]) -> None:
             f"FlatOptimizer: group {index} of {kind} is differentiable, but autograd does not see a step on "
             "flat shards. Use the optimizer without FlatOptimizer."
         )
-    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"])
+    refuse_twice(f"FlatOptimizer: group {index} of {kind}", group["params"], name_or_shape)
 
 
 # --- the class ------------------------------------------------------------------------------------
@@ -350,14 +355,11 @@ def _repr(self: FlatOptimizer) -> str:
 def _flat_class(flat: Any, kind: Any) -> Any:
     """``kind`` with our step. It keeps its name, by which checkpoints identify optimizers.
 
-    An object may change its class if both begin with the same fields. So ``kind`` comes first, whatever it
-    begins with, and the overrides of ours are in the class itself.
+    An object may change its class if the first bases of both begin with the same fields. So ours comes first,
+    or, if ``kind`` begins with another class, such as ``ABC``, second, with its overrides in the class
+    itself.
     """
-    overrides: dict[str, Any] = {}
-    for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
-        overrides |= vars(each)
-    not_ours = ("__dict__", "__weakref__", "__new__")
-    body = {key: value for key, value in overrides.items() if key not in not_ours} | {
+    body = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -367,7 +369,18 @@ def _flat_class(flat: Any, kind: Any) -> Any:
         "__setstate__": _set_state,
         "__repr__": _repr,
     }
-    return types.new_class(kind.__name__, (kind, flat), exec_body=lambda namespace: namespace.update(body))
+    bases: tuple[Any, ...] = (flat, kind)
+    first = kind
+    while first not in (Optimizer, object):
+        first = first.__base__
+    if first is object:
+        bases = (kind, flat)
+        overrides: dict[str, Any] = {}
+        for each in reversed(flat.__mro__[: flat.__mro__.index(Optimizer)]):
+            overrides |= vars(each)
+        not_ours = ("__dict__", "__weakref__", "__new__")
+        body = {key: value for key, value in overrides.items() if key not in not_ours} | body
+    return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(body))
 
 
 def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:

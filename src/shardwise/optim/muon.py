@@ -7,7 +7,9 @@ the state of both is shown as one.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,6 +115,12 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients, steps: int, eps:
     return x.mT if is_tall else x
 
 
+def newton_schulz_cost(steps: int, rows: int, columns: int) -> float:
+    """Multiplications and additions of :func:`newton_schulz` on one matrix."""
+    small, large = min(rows, columns), max(rows, columns)
+    return float(steps * (4 * small * small * large + 2 * small**3))
+
+
 RowBlocks = Callable[[str, Tensor], Sequence[int] | None]
 Orthogonalize = Callable[[Tensor, Coefficients, int, float], Tensor]
 
@@ -132,11 +140,12 @@ class MuonPlan:
         for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
             if row_blocks is not None and (found := row_blocks(name, param)) is not None:
                 blocks[index] = found
+        steps = max((group["ns_steps"] for group in groups), default=1)
         self.exchange = WholeMatrices(
             self.params,
             row_blocks=blocks,
             dtype=dtype,
-            cost=_products_of_a_step,
+            cost=partial(newton_schulz_cost, max(1, steps)),
             batch_bytes=limit,
             names=self.names,
         ).exchange
@@ -148,12 +157,6 @@ class MuonPlan:
         pairs = (params, self.params), (owners, self.groups)
         is_same = all(list(map(id, now)) == list(map(id, then)) for now, then in pairs)
         return is_same and self.exchange.is_of(params)
-
-
-def _products_of_a_step(rows: int, columns: int) -> float:
-    """Multiplications and additions of a step of :func:`newton_schulz` on one matrix."""
-    small, large = min(rows, columns), max(rows, columns)
-    return float(4 * small * small * large + 2 * small**3)
 
 
 class MatrixStep:
@@ -178,15 +181,19 @@ class MatrixStep:
         """Average gradients, decay weights, and add the orthogonalised matrices."""
         self._locals = {index: dtensor.plain(self._plan.params[index]).detach() for index in self._gradients}
         self._buffers = {index: self._buffer(index) for index in self._gradients}
-        by_group: dict[int, list[int]] = {}
-        for index in self._gradients:
-            by_group.setdefault(id(self._plan.groups[index]), []).append(index)
-        for some in by_group.values():
-            group = self._plan.groups[some[0]]
-            buffers, gradients = [self._buffers[i] for i in some], [self._gradients[i] for i in some]
-            foreach.lerp_(buffers, gradients, 1 - group["momentum"])
-            foreach.mul_([self._locals[i] for i in some], 1 - float(group["lr"]) * group["weight_decay"])
+        for key, some in self._by(lambda group: 1 - group["momentum"]).items():
+            foreach.lerp_([self._buffers[i] for i in some], [self._gradients[i] for i in some], key)
+        for key, some in self._by(lambda group: 1 - float(group["lr"]) * group["weight_decay"]).items():
+            foreach.mul_([self._locals[i] for i in some], key)
         self._plan.exchange.run(self._update, on_stacks(self._orthogonalized), self._add, self._gradients)
+
+    def _by(self, value: Callable[[dict[str, Any]], float]) -> dict[float, list[int]]:
+        """The matrices by a value of their groups."""
+        values = {id(group): value(group) for group in self._plan.groups}
+        found: dict[float, list[int]] = {}
+        for index in self._gradients:
+            found.setdefault(values[id(self._plan.groups[index])], []).append(index)
+        return found
 
     def _buffer(self, index: int) -> Tensor:
         """This rank's part of the average of a matrix's gradients."""
@@ -337,8 +344,7 @@ class Muon(Optimizer):
         self._adamw_defaults = _defaults_of_adamw(adamw)
         self._adamw: FlatOptimizer | None = None
         self._plan: MuonPlan | None = None
-        self._own_state: Any = {}  # of matrices, while nothing is shown
-        self._shown: Any = None
+        self._own_state: Any = defaultdict(dict)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -390,7 +396,12 @@ class Muon(Optimizer):
     def _add(self, group: dict[str, Any]) -> None:
         is_muon = group["algorithm"] == MUON
         defaults = self.defaults if is_muon else self._adamw_defaults
-        refuse_twice(f"Muon: group {len(self.param_groups)}", [*map(_param_in, group["params"])])
+        names = {id(_param_in(each)): _name_in(each) for each in group["params"]}
+        refuse_twice(
+            f"Muon: group {len(self.param_groups)}",
+            [*map(_param_in, group["params"])],
+            lambda param: names[id(param)] or f"a parameter of shape {tuple(param.shape)}",
+        )
         super().add_param_group({**defaults, **group})
         added = self.param_groups[-1]
         for key in {*self.defaults, *self._adamw_defaults} - {*defaults}:
@@ -412,32 +423,19 @@ class Muon(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Any:
-        """State by parameter, of matrices and of others, valid until the next step."""
-        if self._shown is None:
-            others = {} if self._adamw is None else self._adamw.state
-            self._shown = defaultdict(dict, {**self._own_state, **others})
-        return self._shown
+        """State by parameter, of matrices and of others."""
+        return _JointState(self._own_state, self._adamw)
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._shown = state
-
-    def _take_shown(self) -> None:
-        """Divide a state that was shown or set, and may have been changed."""
-        if self._shown is None:
-            return
-        shown, self._shown = self._shown, None
-        groups = [] if self._adamw is None else self._adamw.param_groups
-        others = {param for group in groups for param in group["params"]}
-        self._own_state = defaultdict(dict, {k: v for k, v in shown.items() if k not in others})
+        others = _params_of(self._adamw)
+        self._own_state = defaultdict(dict, {k: v for k, v in state.items() if k not in others})
         if self._adamw is not None:
-            adamw = self._adamw.state  # not replaced, so that it knows its views again
-            adamw.clear()
-            adamw.update({k: v for k, v in shown.items() if k in others})
+            self._adamw.state = defaultdict(dict, {k: v for k, v in state.items() if k in others})
 
     def __getstate__(self) -> dict[str, Any]:
         """The pickled and copied state: all except the plan."""
-        kept = {key: value for key, value in vars(self).items() if key in _KEPT}
+        kept = {key: value for key, value in vars(self).items() if key.startswith("_") and key in _KEPT}
         return kept | super().__getstate__() | {"state": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -476,7 +474,6 @@ class Muon(Optimizer):
                 loss = closure()
         if self._plan is None or not self._plan.is_of(self._matrix_groups()):
             self._plan = self._make_plan()
-        self._take_shown()
         matrices = MatrixStep(self._plan, self._own_state, self._orthogonalize)
         with monitor_of_job().call("Muon.step", self._plan.exchange.axes):
             if self._adamw is not None:  # first: it refuses before it changes anything
@@ -492,6 +489,45 @@ class Muon(Optimizer):
 
 
 _KEPT = {"_is_matrix", "_row_blocks", "_iteration_dtype", "_orthogonalize", "_batch_bytes", "_adamw_defaults"}
+
+
+class _JointState(MutableMapping[Any, Any]):
+    """The state of matrices and that of AdamW, as one dict by parameter."""
+
+    def __init__(self, own: Any, adamw: FlatOptimizer | None) -> None:
+        self._own = own
+        self._adamw: Any = {} if adamw is None else adamw.state
+        self._others = _params_of(adamw)
+
+    def _of(self, param: Any) -> Any:
+        return self._adamw if param in self._others else self._own
+
+    def __getitem__(self, param: Any) -> Any:
+        return self._of(param)[param]
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        self._of(param)[param] = state
+
+    def __delitem__(self, param: Any) -> None:
+        del self._of(param)[param]
+
+    def __contains__(self, param: Any) -> bool:
+        return param in self._of(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """Look up without making an entry."""
+        return self._of(param).get(param, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(self._own, self._adamw)
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._adamw)
+
+
+def _params_of(optimizer: Optimizer | None) -> set[Tensor]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return set(chain.from_iterable(group["params"] for group in groups))
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -519,6 +555,8 @@ def _defaults_of_adamw(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"{where}: lr is a tensor of {group['lr'].numel()} elements; pass one number.")
     for name in ("lr", "momentum", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{where}: {name} is {group[name]}; it must be at least 0.")
@@ -534,7 +572,9 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 
 def _check_group(group: dict[str, Any], index: int) -> None:
+    params = group["params"]
+    names = [name or f"parameter {i} of group {index}" for i, name in enumerate(names_in(group))]
     if group["algorithm"] == MUON:
         _check_hyperparameters(f"Muon: group {index}", group)
-        for param, name in zip(group["params"], names_in(group, index), strict=True):
+        for param, name in zip(params, names, strict=True):
             check_matrix(param, name)

@@ -114,10 +114,16 @@ def _group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup
 class OwnerExchange:
     """Sends blocks of tensors to their owners, and the owners' results back.
 
-    Only the forms of ``tensors`` matter; they are not kept. ``regions``: of the blocks of each tensor.
-    ``cost``: of a block, to balance owners by. ``batch_bytes``: of whole blocks that an owner holds at once;
-    None: all in one round. ``alike``: what blocks in one stack have in common, besides shape and travel.
-    ``fixed``: owners that are already known, as members of the ranks that share a tensor.
+    Args:
+        tensors: DTensors on any meshes with any placements except partial ones, or plain tensors, which each
+            rank owns. Only their forms matter; they are not kept.
+        names: for messages.
+        regions: of the blocks of each tensor.
+        travels: of each tensor.
+        cost: of a block, to balance owners by.
+        batch_bytes: of whole blocks that an owner holds at once; None: all in one round.
+        alike: what blocks in one stack have in common, besides shape and travel.
+        fixed: owners that are already known, as members of the ranks that share a tensor.
 
     Local; ``agree`` makes a process group for each mesh that has none of all its ranks.
     """
@@ -187,13 +193,11 @@ class OwnerExchange:
         ``same``: what else must be equal. Collective. On a device the host waits for the queued work.
         """
         chosen = set(active)
-        left_out = [name for index, name in enumerate(self.names) if index not in chosen]
-
-        def agree(each: _RankExchange, problem: Exception | None) -> None:
-            told = {"what to leave out": left_out, **(same or {}), "the tensors": each.digest}
-            run_on_all_ranks(each.axes, each.device, partial(_raise, problem), caller=caller, same=told)
-
-        self._in_every_set(caller, problem, agree)
+        told: dict[str, Any] = {
+            "what to leave out": [name for i, name in enumerate(self.names) if i not in chosen]
+        }
+        told |= same or {}
+        self._in_every_set(caller, problem, lambda each, problem: each.agree(caller, told, problem))
 
     def tell(self, caller: str, own: T, problem: Exception | None) -> dict[int, T]:
         """The ``own`` of each rank that shares tensors, by global rank; raises a ``problem`` of any.
@@ -233,10 +237,15 @@ class OwnerExchange:
         check: Callable[[], None] | None = None,
     ) -> None:
         """Apply ``function`` to the blocks of the tensors at the indices ``active``, round by round.
+        Collective.
 
-        ``function`` is called on all ranks in every round, even if they own nothing of it; ``write`` once for
-        each block that this rank has a part of. ``check`` is called before anything is sent back, and may
-        raise; all results are kept until then, and otherwise only those of two rounds. Collective.
+        Args:
+            read: called when the first block of a tensor is about to be sent.
+            function: called on all ranks in every round, even if they own nothing of it.
+            write: called once for each block that this rank has a part of.
+            active: the same on all ranks; :meth:`agree` checks it.
+            check: called after all rounds, before anything is sent back; it may raise. All results are kept
+                until then; without it, only those of two rounds.
         """
         computed: Any = (
             back for i, each in enumerate(self._among) for back in each.run(i, read, function, active)
@@ -298,8 +307,13 @@ class _RankExchange:
         pg = self._mesh.get_group(0) if is_flat else _group_of(self._ranks, self.device)
         return [Axis(pg, len(self._ranks), self.own)]
 
+    def agree(self, caller: str, same: Mapping[str, Any], problem: Exception | None) -> None:
+        """Raise on all ranks if any has a problem, or if they would not exchange the same."""
+        told = {**same, "the tensors": self._digest}
+        run_on_all_ranks(self.axes, self.device, partial(_raise, problem), caller=caller, same=told)
+
     @cached_property
-    def digest(self) -> str:
+    def _digest(self) -> str:
         """Differs between ranks whose plans differ."""
         plan = self.plan
         travels = [(each.there, each.back) for each in map(self._travels.__getitem__, plan.blocks)]
@@ -487,25 +501,26 @@ def name_or_shape(param: Tensor) -> str:
     return known_name(param) or f"a parameter of shape {tuple(param.shape)}"
 
 
-def names_in(group: Mapping[str, Any], index: int) -> list[str]:
-    """The names of the parameters of a group, or where they are."""
-    names = group.get("param_names") or map(known_name, group["params"])
-    return [clean(name) or f"parameter {place} of group {index}" for place, name in enumerate(names)]
+def names_in(group: Mapping[str, Any]) -> list[str]:
+    """The names of the parameters of a group; "" if unknown."""
+    return [*map(clean, group.get("param_names") or map(known_name, group["params"]))]
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of the parameters of all groups."""
-    return [name for index, group in enumerate(groups) for name in names_in(group, index)]
+    return [
+        name or f"parameter {place} of group {index}"
+        for index, group in enumerate(groups)
+        for place, name in enumerate(names_in(group))
+    ]
 
 
-def refuse_twice(where: str, params: Sequence[Any]) -> None:
+def refuse_twice(where: str, params: Sequence[Any], name_of: Callable[[Any], str]) -> None:
     """Refuse a parameter that is twice in the group ``where``, of which torch only warns."""
     seen: set[int] = set()
     for param in params:
         if id(param) in seen:
-            raise ValueError(
-                f"{where} has {name_or_shape(param)} twice, and would step it twice. Leave one out."
-            )
+            raise ValueError(f"{where} has {name_of(param)} twice, and would step it twice. Leave one out.")
         seen.add(id(param))
 
 
@@ -520,6 +535,11 @@ def check_divisible(tensor: Tensor, name: str) -> None:
     if local.layout is not torch.strided:
         raise ValueError(f"{name} has the layout {local.layout}; only dense tensors are supported.")
     if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{name} is on a mesh of the ranks {tensor.device_mesh.mesh.flatten().tolist()}. This rank "
+                "is not one of them and has no part of it. Leave it out on this rank."
+            )
         try:
             sharding_of(tensor)
         except ValueError as error:
@@ -535,6 +555,10 @@ def local_gradient(param: Tensor, name: str, why: str) -> Tensor:
     if dtensor.plain(gradient).layout is not torch.strided:
         raise TypeError(f"{name}: .grad is sparse, and {why}. Use a dense gradient.")
     if not isinstance(param, DTensor):
+        if isinstance(gradient, DTensor):
+            raise TypeError(
+                f"{name}: .grad is a DTensor, where a plain one is expected, as the parameter is."
+            )
         return gradient.detach()
     return dtensor.local_tensor(placed_gradient(param, name)).detach()
 

@@ -5,12 +5,12 @@ owners.py decides which rank owns which matrix, and owner_exchange.py sends matr
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.arguments import check_bytes
-from shardwise.layout.fqns import listed
 from shardwise.layout.regions import Region
 from shardwise.optim.owner_exchange import (
     BATCH_BYTES,
@@ -173,14 +173,18 @@ class WholeMatrices:
 
     def _unlike(self, tensors: Sequence[Tensor]) -> Exception | None:
         names, forms = self.exchange.names, self.exchange.forms
-        if self.exchange.is_of(tensors):
-            return None
-        what = f"{len(tensors)} tensors were passed, but the plan was made for {len(names)}"
-        if len(tensors) == len(names):
-            found = zip(names, forms, map(form_of, tensors), strict=True)
-            unlike = [name for name, planned, form in found if form != planned]
-            what = f"{listed(unlike, 4)}: shape, placements or device differ from the plan"
-        return ValueError(f"WholeMatrices: {what}. Make another plan for other tensors.")
+        if len(tensors) != len(names):
+            return ValueError(
+                f"WholeMatrices: {len(tensors)} tensors were passed, but the plan was made for {len(names)}. "
+                "Make another plan for other tensors."
+            )
+        for tensor, name, form in zip(tensors, names, forms, strict=True):
+            if form_of(tensor) != form:
+                return ValueError(
+                    f"{name} has {_form_text(form_of(tensor))}, but the plan was made for "
+                    f"{_form_text(form)}. Make another plan for other tensors."
+                )
+        return None
 
 
 def on_stacks(function: MatrixFunction) -> Callable[[RoundKey, list[Stack]], list[Tensor]]:
@@ -215,6 +219,11 @@ def matrices_in(shape: Sequence[int], row_blocks: tuple[int, ...] | None) -> lis
 
 def _products(rows: int, columns: int) -> float:
     return float(rows * columns * min(rows, columns))
+
+
+def _form_text(form: tuple[Any, ...]) -> str:
+    shape, place, mesh = form
+    return f"shape {shape}" + ("" if mesh is None else f", placements {place} on {mesh}")
 
 
 def check_matrix(tensor: Tensor, name: str) -> None:

@@ -13,7 +13,7 @@ only the state of their parameters:
 Each round has an instance for its parameters, with separate param groups. They get the hyperparameters of the
 caller's groups before a step, and what the class changes in them, such as a count of steps, is copied back to
 the caller's. If instances change them differently, the class computes something over several parameters.
-In the first step this is detected before anything is written.
+This is detected before anything is written, except in a step after one that changed nothing.
 """
 
 import inspect
@@ -96,7 +96,8 @@ class WholeParameters(Optimizer):
 
     Costs, on W ranks: 1/W of the computation and of the state; a parameter and its gradient are sent to the
     owner, and the parameter back: at most 3 (W - 1) / W of their bytes, over all ranks together; in memory
-    some six times ``batch_bytes`` during a step, and 1/W of the parameters in the first one.
+    some six times ``batch_bytes`` during a step. If the class changes its param groups in a step (counts of
+    steps), new values of all that a rank owns, 1/W of the parameters, live until the end of the step.
 
     Example::
 
@@ -171,7 +172,7 @@ class WholeParameters(Optimizer):
     def owns(self, param: Tensor) -> bool:
         """Whether this rank owns ``param``, and has its state. Local."""
         self._made()
-        return param in self._owned
+        return self._index.get(param) in self._owned
 
     def _made(self) -> OwnerExchange:
         """The exchange for the current parameters and dtypes of gradients."""
@@ -225,7 +226,8 @@ class WholeParameters(Optimizer):
         self._exchange = made
         self._params: list[Tensor] = params
         self._names = names
-        self._owned = {params[key.tensor] for key in made.owned}
+        self._index = {param: index for index, param in enumerate(params)}
+        self._owned = {key.tensor for key in made.owned}
         self._owner_of = {params[key.tensor]: owner for key, owner in made.owners.items()}
         return made
 
@@ -234,6 +236,7 @@ class WholeParameters(Optimizer):
         self._instances: dict[RoundKey, _Instance] = {}
         self._state_beside = _beside_parameters(vars(self).get("state", {}))
         self._is_first_step = True
+        self._waits_for_changes = True  # while steps change the groups
 
     def _make_exchange(self, caller: str) -> None:
         """Make the exchange, the same on all ranks."""
@@ -278,6 +281,10 @@ class WholeParameters(Optimizer):
         kept = {k: v for k, v in self.state.items() if not isinstance(k, Tensor) or self.owns(k)}
         self.state = defaultdict(dict, kept)
 
+    def __repr__(self) -> str:
+        name = f"WholeParameters of {self.optimizer_class.__name__}"
+        return super().__repr__().replace("WholeParameters", name, 1)
+
     # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -293,7 +300,7 @@ class WholeParameters(Optimizer):
             TypeError: the named parameter has a gradient with an impossible placement. All ranks raise.
             ValueError: ranks disagree on which parameters have gradients; or the class has computed
                 something over all parameters. All ranks raise. No parameter has changed, except in the
-                latter case in a step after the first.
+                latter case in the first such step after one that left param groups unchanged.
         """
         if closure is not None and self._single_owner:
             return self._step_with_closure(closure)
@@ -313,24 +320,24 @@ class WholeParameters(Optimizer):
         return loss
 
     def _step_rounds(self, exchange: OwnerExchange, shards: "_Shards") -> None:
-        waits = self._single_owner or self._is_first_step
+        waits = self._waits_for_changes
         changes: Changes = {}
-        problem: Exception | None = None
+        problems: list[Exception] = []
 
         def stepped(key: RoundKey, stacks: list[Stack]) -> list[Tensor]:
-            nonlocal problem
             try:
                 own = self._step_round(key, shards.wholes(stacks))
                 _join(changes, own, self.optimizer_class, own_rank())
             except Exception as error:
                 if not waits:
                     raise
-                problem = problem or error
+                problems.append(error)
             return [stack.tensors[0] for stack in stacks]
 
         def check() -> None:
+            everyone = exchange.tell(STEP, changes, problems[0] if problems else None)
             joint: Changes = {}
-            for rank, theirs in exchange.tell(STEP, changes, problem).items():
+            for rank, theirs in everyone.items():
                 _join(joint, theirs, self.optimizer_class, rank)
             self._take_changes(joint)
 
@@ -343,25 +350,25 @@ class WholeParameters(Optimizer):
 
     def _step_round(self, key: RoundKey, wholes: "Wholes") -> Changes:
         """Step this rank's parameters of a round."""
-        if key not in self._instances and not wholes:
-            return {}
-        instance = self._instance(key, wholes)
+        if key not in self._instances:
+            if not wholes:
+                return {}
+            self._instances[key] = self._make_instance(wholes)
+        instance = self._instances[key]
         try:
             instance.take(wholes, self.param_groups, self.state)
-            _, changes = instance.step(self.param_groups)
-            return changes
+            return instance.step(self.param_groups)
         finally:
             instance.give(wholes, self.state)
 
-    def _instance(self, key: RoundKey, wholes: "Wholes") -> "_Instance":
-        """The instance for a round, made at the first use."""
-        if key not in self._instances:
-            make = partial(self.optimizer_class, **self._options)
-            beside = deepcopy(self._state_beside)
-            self._instances[key] = _Instance(
-                make, wholes, self._params, self.param_groups, self.state, beside
-            )
-        return self._instances[key]
+    def _make_instance(self, wholes: "Wholes") -> "_Instance":
+        numbers = {id(param): n for n, group in enumerate(self.param_groups) for param in group["params"]}
+        by_group: dict[int, list[int]] = {}
+        for index in sorted(wholes):
+            by_group.setdefault(numbers[id(self._params[index])], []).append(index)
+        make = partial(self.optimizer_class, **self._options)
+        beside = deepcopy(self._state_beside)
+        return _Instance(make, by_group, wholes, self._params, self.param_groups, self.state, beside)
 
     def _take_changes(self, changes: Changes) -> None:
         for number, values in changes.items():
@@ -369,6 +376,7 @@ class WholeParameters(Optimizer):
             for key, value in values.items():
                 old = group.get(key)
                 group[key] = value.to(old.device) if isinstance(old, Tensor) else value
+        self._waits_for_changes = self._single_owner or any(changes.values())
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """The owner of all parameters runs the class's step; the others evaluate with it until it ends."""
@@ -380,8 +388,11 @@ class WholeParameters(Optimizer):
             if not self._owned:
                 outcome = shared.evaluate_with_owner()
             else:
-                instance = self._instance((0, 0), wholes)
-                outcome = shared.step(instance, wholes, self.param_groups, self.state)
+                if (0, 0) not in self._instances:
+                    self._instances[0, 0] = self._make_instance(wholes)
+                outcome = shared.step(self._instances[0, 0], wholes, self.param_groups, self.state)
+        if isinstance(outcome, Exception):
+            raise outcome
         loss, changes = outcome
         self._take_changes(changes)
         return loss
@@ -390,31 +401,36 @@ class WholeParameters(Optimizer):
 class _Instance:
     """An instance of the class, over this rank's parameters of one round.
 
-    ``make``: the class, with its options. ``params``, ``groups``, ``state``: the caller's; the state gets the
-    instance's initial one. ``beside``: state under other keys.
+    ``make``: the class, with its options. ``by_group``: indices of parameters, by param group. ``params``,
+    ``groups``, ``state``: the caller's; the state gets the instance's initial one. ``beside``: state under
+    other keys.
     """
 
     def __init__(
         self,
         make: Callable[[Any], Any],
+        by_group: Mapping[int, Sequence[int]],
         wholes: "Wholes",
         params: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
         state: Any,
         beside: Mapping[Any, Any],
     ) -> None:
-        self._params = {index: params[index] for index in sorted(wholes)}
-        self._own: dict[int, nn.Parameter] = {}
-        own_groups: dict[int, dict[str, Any]] = {}
-        numbers = {id(param): n for n, group in enumerate(groups) for param in group["params"]}
-        for index, param in self._params.items():
-            own = self._own[index] = nn.Parameter(wholes[index][0], requires_grad=param.requires_grad)
-            vars(own).update(vars(param))  # attributes that the caller has set for the class
-            number = numbers[id(param)]
-            own_group = own_groups.setdefault(number, _hyperparameters(groups[number]) | {"params": []})
-            own_group["params"].append(own)
-        self._groups = list(own_groups)
-        self._optimizer = make(list(own_groups.values()))
+        self.loss: Any = None
+        self._groups = list(by_group)
+        self._params = {index: params[index] for index in wholes}
+        self._own = {
+            index: nn.Parameter(values, requires_grad=params[index].requires_grad)
+            for index, (values, _) in wholes.items()
+        }
+        for index, own in self._own.items():
+            vars(own).update(vars(params[index]))  # attributes that the caller has set for the class
+        self._optimizer = make(
+            [
+                _hyperparameters(groups[number]) | {"params": [self._own[index] for index in some]}
+                for number, some in by_group.items()
+            ]
+        )
         self._optimizer.state.update(beside)
         self._step = optimizers.step_without_hooks(type(self._optimizer))
         for index, own in self._own.items():
@@ -442,17 +458,17 @@ class _Instance:
         for index, (_, gradient) in wholes.items():
             self._own[index].grad = gradient
 
-    def step(
-        self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None
-    ) -> tuple[Any, Changes]:
-        """Step; return the loss, and the class's changes to its param groups."""
+    def step(self, groups: Sequence[dict[str, Any]], closure: Callable[[], Any] | None = None) -> Changes:
+        """Step; return the class's changes to its param groups."""
         own_groups = self._optimizer.param_groups
-        params = [id(param) for group in own_groups for param in group["params"]]
-        loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
-        if [id(param) for group in own_groups for param in group["params"]] != params:
-            name = type(self._optimizer).__name__
+        params = [list(group["params"]) for group in own_groups]
+        self.loss = self._step(self._optimizer) if closure is None else self._step(self._optimizer, closure)
+        name = type(self._optimizer).__name__
+        if [list(map(id, group["params"])) for group in own_groups] != [
+            list(map(id, some)) for some in params
+        ]:
             raise TypeError(f"{STEP}: {name} has replaced parameters by other objects.")
-        return loss, {
+        return {
             number: {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
                 for key, value in _hyperparameters(group).items()
@@ -519,10 +535,7 @@ Wholes = dict[int, tuple[Tensor, Tensor | None]]
 
 
 class _SharedClosure:
-    """A closure that the owner of all parameters evaluates as often as it likes, on all ranks.
-
-    If the owner raises, the failure monitor ends the wait of the others.
-    """
+    """A closure that the owner of all parameters evaluates as often as it likes, on all ranks."""
 
     def __init__(
         self,
@@ -536,6 +549,7 @@ class _SharedClosure:
         self._make_shards = partial(_Shards, params, names)
         self._closure = closure
         self._rank_group = RankGroup(axes[0].pg if axes else None)
+        self._is_evaluating = False
 
     def gather(self) -> Wholes:
         """The current parameters and gradients on the owner; nothing on other ranks."""
@@ -544,29 +558,42 @@ class _SharedClosure:
         return self._shards.wholes(self._stacks)
 
     def step(self, instance: _Instance, wholes: Wholes, groups: Sequence[dict[str, Any]], state: Any) -> Any:
-        """On the owner: step. Returns the loss and the changes to param groups."""
+        """On the owner: step. Returns the loss and the changes to param groups, or an error."""
+        outcome: Any
+        told: Any
         stacks = self._stacks
 
         def evaluate() -> Any:
+            self._is_evaluating = True
             instance.leave_values(wholes)
             self._tell(None, stacks)
             loss = self._evaluated()
             instance.set_gradients(self.gather())
+            self._is_evaluating = False
             return loss
 
         try:
             instance.take(wholes, groups, state)
-            outcome = instance.step(groups, evaluate)
+            changes = instance.step(groups, evaluate)
+            outcome = told = instance.loss, changes
+        except Exception as error:
+            if self._is_evaluating:  # the other ranks are not waiting for the outcome
+                raise
+            outcome = error
+            told = RuntimeError(f"{STEP}: on the owner of all: {type(error).__name__}: {error}")
         finally:
             instance.give(wholes, state)
-        return self._tell(outcome, stacks)
+        self._tell(told, stacks)
+        return outcome
 
     def evaluate_with_owner(self) -> Any:
         """On the other ranks: evaluate until the owner's step ends. Returns its outcome."""
-        while (outcome := self._tell(None, [])) is None:
+        while True:
+            outcome = self._tell(None, [])
+            if outcome is not None:
+                return outcome
             self._evaluated()
             self.gather()
-        return outcome
 
     def _tell(self, outcome: Any, stacks: list[Stack]) -> Any:
         """Send all ranks the outcome, None before the end, and the values of parameters."""

@@ -201,20 +201,15 @@ def save_safetensors(
 
     def planned() -> tuple[dict[str, Tensor], list[ModelFile]]:
         check_at_rest(model, "save_safetensors")
-        check_type("save_safetensors", "directory", directory, "a folder, as a str or a Path", str, PathLike)
-        if not isinstance(metadata, Mapping | None) or not all(
-            isinstance(text, str) for pair in (metadata or {}).items() for text in pair
-        ):
-            raise ValueError(
-                f"save_safetensors: metadata is {metadata!r}; names and values have to be strings."
-            )
+        _check_arguments(directory, metadata)
         entries = entries_of(model).items()
         tensors = each_once((name, entry.value) for name, entry in entries if entry.is_tensor)
         return tensors, plan_files("save_safetensors", tensors, dtype, max_shard_bytes)
 
-    told = {"directory": str(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
-    told["metadata"] = sorted(map(str, metadata.items())) if isinstance(metadata, Mapping) else metadata
-    tensors, files = run_on_all_ranks(axes, device, planned, caller="save_safetensors", same=told)
+    tensors, files = run_on_all_ranks(axes, device, planned)
+    told = {"directory": os.fspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": dtype}
+    told["metadata"] = sorted((metadata or {}).items())
+    run_on_all_ranks(axes, device, lambda: None, caller="save_safetensors", same=told)
     ranks = list(gather_from_all(axes, None))
 
     def contents() -> Iterator[list[FileContents]]:
@@ -253,6 +248,14 @@ class ModelFile:
 
 
 FileContents = tuple[ModelFile, dict[str, Tensor]]
+
+
+def _check_arguments(directory: Any, metadata: Any) -> None:
+    check_type("save_safetensors", "directory", directory, "a folder, as a str or a Path", str, PathLike)
+    if not isinstance(metadata, Mapping | None) or not all(
+        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+    ):
+        raise ValueError(f"save_safetensors: metadata is {metadata!r}; names and values have to be strings.")
 
 
 def plan_files(
