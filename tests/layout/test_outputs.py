@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from collector import without_collector
+from common import no_garbage_collection
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,7 +31,7 @@ def assert_finds(output: Any, expected: list[Tensor]) -> None:
 
 
 def test_tensors_are_freed_without_the_garbage_collector() -> None:
-    with without_collector():
+    with no_garbage_collection():
         tensor = torch.ones(1)
         freed = weakref.ref(tensor)
         find_tensors({"inputs": [tensor], "more": {"inside": tensor}})

@@ -3,7 +3,7 @@
 import weakref
 
 import torch
-from collector import without_collector
+from common import no_garbage_collection
 from tensor_subclasses import RowScaled, TravelsLow
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ def test_a_subclass_over_a_tensor_is_not_taken_for_it() -> None:
 
 
 def test_copies_are_freed_without_the_garbage_collector() -> None:
-    with without_collector():
+    with no_garbage_collection():
         copies = staged({"inside": [torch.ones(3)]})
         freed = weakref.ref(copies["inside"][0])
         del copies
