@@ -99,19 +99,20 @@ class ZeroFiles:
         first, part = self._models[0], (self._parts or [{}])[0]
         tied = first.get("shared_params") or {}
         self._trained: Sequence[Shapes] = (self._parts and first.get("param_shapes")) or []
-        if _OF_STAGE_3 in part or _OF_STAGE_2 in part:
-            kind = _OF_STAGE_3 if _OF_STAGE_3 in part else _OF_STAGE_2
-            for name, shape, read in self._cut([each[kind] for each in self._parts]):
-                self._add(name, shape, part[kind][0].dtype, read)
-        elif part:
+        self._is_stage_3 = _OF_STAGE_3 in part
+        kind = _OF_STAGE_3 if self._is_stage_3 else _OF_STAGE_2
+        if part and kind not in part:
             raise ValueError(f"convert: {self._folder} holds optimizer states of an unknown stage of ZeRO.")
-        for name, shape in ((_OF_STAGE_3 in part and first.get("frozen_param_shapes")) or {}).items():
+        self._weights: list[Sequence[Tensor]] = [each[kind] for each in self._parts]  # by rank, flat
+        for name, shape, read in self._cut(self._weights):
+            self._add(name, shape, self._weights[0][0].dtype, read)
+        for name, shape in ((self._is_stage_3 and first.get("frozen_param_shapes")) or {}).items():
             parts = [[each["frozen_param_fragments"][name]] for each in self._models]
             (_, _, read) = next(self._each_cut(parts, {name: shape}))
             self._add(name, shape, parts[0][0].dtype, read)
         buffers = first.get("buffer_names") or ()
         for name, value in first["module"].items():
-            is_whole = isinstance(value, Tensor) and (name in buffers or _OF_STAGE_3 not in part)
+            is_whole = isinstance(value, Tensor) and (name in buffers or not self._is_stage_3)
             if is_whole and name not in self.tensors and name not in tied:
                 self._add(name, value.shape, value.dtype, value.clone)
 
@@ -122,10 +123,10 @@ class ZeroFiles:
 
     def _cut(self, flats: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Sequence[int], Read]]:
         """What belongs to each trained parameter in ``flats``: by rank, a flat part of each group."""
-        if _OF_STAGE_3 in self._parts[0]:
+        if self._is_stage_3:
             shapes = {name: shape for group in self._trained for name, shape in group.items()}
             yield from self._each_cut(flats, shapes)
-        else:
+        elif flats:
             paddings = self._parts[0].get("param_alignment_paddings")
             for index, group in enumerate(self._trained):
                 own = paddings[index] if paddings else [0] * len(group)
@@ -170,8 +171,8 @@ class ZeroFiles:
 
     def optimizer_state(self) -> tuple[dict[str, dict[str, Read]], list[dict[str, Any]]]:
         """The state of each trained parameter, by name, and the param groups, with names as ``params``."""
-        is_cut = bool(self._parts) and _OF_STAGE_3 in self._parts[0]
-        saved = [each.get(_OPTIMIZER_OF_STAGE_3 if is_cut else _OPTIMIZER_OF_STAGE_2) for each in self._parts]
+        kind = _OPTIMIZER_OF_STAGE_3 if self._is_stage_3 else _OPTIMIZER_OF_STAGE_2
+        saved = [each.get(kind) for each in self._parts]
         if not saved or not all(isinstance(each, Mapping) for each in saved):
             raise NotImplementedError(
                 f"convert: {self._folder} has no state of an optimizer as stages 1 to 3 save it, without "
@@ -185,8 +186,8 @@ class ZeroFiles:
             group["params"] = [clean(name) for number in group["params"] for name in self._trained[number]]
         groups = [{k: v for k, v in group.items() if k not in _OF_FUSED_ADAM} for group in groups]
         state: dict[str, dict[str, Read]] = {}
+        numbers = range(len(self._trained))
         for key in dict.fromkeys(key for each in saved[0]["state"].values() for key in each):
-            numbers = range(len(self._trained))
             values = [[each["state"].get(number, {}).get(key) for number in numbers] for each in saved]
             for name, read in self._state_at(key, values):
                 state.setdefault(clean(name), {})[key] = read
@@ -195,7 +196,7 @@ class ZeroFiles:
     def _state_at(self, key: str, values: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Read]]:
         """What belongs to each trained parameter in ``values``: by rank, one for each flat part."""
         flat = [value for each in values for value in each]
-        weights = [part for each in self._parts for part in each.get(_OF_STAGE_3, each.get(_OF_STAGE_2))]
+        weights = [part for each in self._weights for part in each]
         first_of_last = len(flat) - len(values[-1])  # of weights, the last rank leaves out padding
         if all(
             isinstance(value, Tensor)

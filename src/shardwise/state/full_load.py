@@ -102,7 +102,8 @@ def load_full_state_dict(
         check_flags(CALLER, strict=strict, convert_dtype=convert_dtype)
 
     told = {"src_rank": src_rank, "strict": strict, "convert_dtype": convert_dtype}
-    run_on_all_ranks(axes, device, check, caller=CALLER, same=told)
+    together = partial(run_on_all_ranks, axes, device)
+    together(check, caller=CALLER, same=told)
     targets = LoadTargets(CALLER, entries_of(model), strict, convert_dtype)
     with ExitStack() as files:
         offer: Any = None
@@ -113,13 +114,14 @@ def load_full_state_dict(
         if isinstance(offer, str):
             raise RuntimeError(offer)
         if src_rank is None or isinstance(offer, list):
-            full = run_on_all_ranks(axes, device, lambda: _opened(offer or _in_form(source), files))
+            full = together(lambda: _opened(offer or _in_form(source), files))
             return _load(
                 model,
                 targets,
+                together,
                 full.facts,
                 lambda name: full.read(name, own_region(targets.entries[name].value)),
-                lambda: run_on_all_ranks(axes, device, lambda: load_everywhere(targets, full)),
+                lambda: together(lambda: load_everywhere(targets, full)),
             )
 
         def write() -> None:
@@ -127,7 +129,8 @@ def load_full_state_dict(
             load_from_one(targets, pairs, broadcast, device, BUCKET_BYTES)
             targets.refuse(targets.missing_problems())
 
-        return _load(model, targets, offer, own.__getitem__ if isinstance(own, dict) else None, write)
+        read = own.__getitem__ if isinstance(own, dict) else None
+        return _load(model, targets, together, offer, read, write)
 
 
 def _in_form(source: Any) -> list[str] | dict[str, Any] | Pairs:
@@ -180,13 +183,13 @@ def _opened(own: list[str] | dict[str, Any] | Pairs, files: ExitStack) -> FullSo
 def _load(
     model: nn.Module,
     targets: LoadTargets,
+    together: Callable[[Callable[[], Any]], Any],
     facts: Mapping[str, ShapeAndDtype] | None,
     read: Callable[[str], Any] | None,
     write: Callable[[], object],
 ) -> LoadReport:
     """Check all that is known, give memory, write values, and load what only modules can; a failure after
-    the check marks the model. ``read``: returns values that are here."""
-    together = partial(run_on_all_ranks, axes_of_model(model), device_of_model(model))
+    the check marks the model. ``together`` runs on all ranks; ``read`` returns values that are here."""
 
     def check() -> None:
         if facts is not None:
