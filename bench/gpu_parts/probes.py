@@ -16,6 +16,7 @@ from one_device.lanes import cycles_per_ms
 from torch import Tensor
 
 from gpu_parts.plan import Item, Options, Row, Skipped
+from gpu_parts.worlds import SEVERAL_RANKS_FROM, nccl_version
 from shardwise.torch_compat import c10d
 
 HELD_UP_MS = 20
@@ -36,9 +37,9 @@ def _on_cuda(probe: Callable[[], Any], device: str) -> Row:
 def versions(device: str) -> Row:
     found: dict[str, Any] = {"torch": torch.__version__}
     if device == "cuda":
-        nccl = torch.cuda.nccl.version()
+        nccl = nccl_version()
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
-        found |= {"several ranks a GPU": nccl[:2] >= (2, 30)}
+        found |= {"several ranks a GPU": nccl[:2] >= SEVERAL_RANKS_FROM}
         found |= {"allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "as it comes")}
         assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ, "frees would wait, and hide races"
     return {"found": found}

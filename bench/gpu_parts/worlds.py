@@ -4,6 +4,7 @@ From 2.30 on NCCL takes several ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1);
 the host gloo takes its place.
 """
 
+import ctypes
 import json
 import os
 import socket
@@ -54,10 +55,19 @@ def have_their_own(world: int) -> bool:
     return torch.cuda.device_count() >= world
 
 
+def nccl_version() -> tuple[int, ...]:
+    """That of the library in this process, which LD_PRELOAD may have made newer than the one torch was built with."""
+    found = ctypes.c_int()
+    loaded = getattr(ctypes.CDLL(None), "ncclGetVersion", None)
+    if loaded is None or loaded(ctypes.byref(found)) != 0:
+        return torch.cuda.nccl.version()
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
+
+
 def on_ranks(check: Check, world: int, start: Start) -> list[Any]:
     """Run ``check(rank, world, device)`` in a process for each rank; what each found."""
     if start.device == "cuda" and not have_their_own(world):
-        version = torch.cuda.nccl.version()
+        version = nccl_version()
         if version[:2] < SEVERAL_RANKS_FROM:
             raise Skipped(f"NCCL {'.'.join(map(str, version))} takes one rank a GPU")
     with socket.socket() as free:

@@ -190,8 +190,8 @@ def subgroup(
 
     Called by members only. No communication yet: see ``connect``.
 
-    The new back ends of torch 2.15 for NCCL are bound to a device. Without one, they use that of
-    LOCAL_RANK, even if the parent has another; and they connect here unless an option prevents it.
+    The newer back ends for NCCL are bound to a device. Without one, they use that of LOCAL_RANK, even if
+    the parent has another. They connect here unless an option of torch 2.15 prevents it.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -204,7 +204,8 @@ def subgroup(
     bound: dict[str, Any] = {}
     if backend in _NCCL and backend_name(parent, device) in ("nccl2", "nccl-lazy"):
         options: Any = dist.ProcessGroupNCCL.Options()
-        options.lazy_init = True
+        if hasattr(options, "lazy_init"):  # not in torch 2.14, where TORCH_DIST_USE_NCCL2=1 chooses "nccl2"
+            options.lazy_init = True
         bound = {"device_id": _with_index(device), "backend_options": options}
     make: Any = c10d._new_process_group_helper
     with _without_split():
@@ -245,7 +246,7 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
     elif backend is not None and is_nccl(pg, device):
-        # Made by ``subgroup`` with ``lazy_init``, which no call but a collective ends.
+        # What ``subgroup`` made with ``lazy_init`` connects at a collective and by nothing else.
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
