@@ -332,9 +332,7 @@ class FailureMonitor(RankActivity):
         if self.failure is not None and waiting is self.last_wait:
             if waiting is not self.on_host:
                 self._unraised = self.failure
-            for axis in waiting.axes():
-                if axis.pg is not None:
-                    c10d.end_waits(axis.pg)
+            c10d.end_waits([axis.pg for axis in waiting.axes() if axis.pg is not None])
             self._ended_looks += 1
             if self._ended_looks == PATIENCE_LOOKS:
                 # Nothing can end the waits of some back ends, so log why this one is in vain.

@@ -6,9 +6,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from threading import Lock, get_ident
+from threading import Lock, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -293,25 +294,45 @@ def keep_until_exit(work: Any) -> None:
 _TAG_OF_NOTHING = 0x59FFFFFF
 
 
-def end_waits(pg: dist.ProcessGroup) -> None:
-    """Make every wait of this process in ``pg`` raise now. The process group is unusable afterwards.
+_ABORTED: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def end_waits(pgs: Sequence[dist.ProcessGroup]) -> None:
+    """Make every wait of this process in ``pgs`` raise now. They are unusable afterwards, and if NCCL carries
+    one of them, so is every process group that it carries.
 
     gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
     of its process group, upon which all waits in it raise, on both sides.
 
-    NCCL's is seen to work on simulated devices where only streams wait, not where the host itself is inside a
-    call, as while it connects. It releases this rank's streams, so that what follows reads undefined numbers:
-    the caller has to raise.
+    NCCL's releases this rank's streams, so that what follows reads undefined numbers: the caller has to
+    raise. It does not end waits of the host inside a call, as while it connects. It also frees memory of the
+    device, which waits for all that runs there. So while one communicator is aborted, none may wait for
+    another rank: all are aborted at the same time (pytorch/pytorch#119797), each by a thread of its own.
     """
+    is_nccl_hung = False
+    for pg in pgs:
+        for kind in group_devices(pg):
+            name = backend_name(pg, torch.device(kind))
+            if name == "gloo":
+                for peer in set(range(pg.size())) - {pg.rank()}:  # some may have closed theirs already
+                    with suppress(RuntimeError):
+                        work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
+                        work.wait(timedelta(milliseconds=1))
+            is_nccl_hung |= _can_abort(name)
+    if is_nccl_hung:
+        for pg in {*pgs, *dist.distributed_c10d._world.pg_map} - set(_ABORTED):
+            _ABORTED.add(pg)
+            Thread(target=_abort, args=(pg,), daemon=True, name="shardwise abort").start()
+
+
+def _can_abort(name: str) -> bool:
+    return name in _NCCL or name == "xccl"  # xccl: not run here
+
+
+def _abort(pg: dist.ProcessGroup) -> None:
     for kind in group_devices(pg):
         device = torch.device(kind)
-        name = backend_name(pg, device)
-        if name == "gloo":
-            for peer in set(range(pg.size())) - {pg.rank()}:  # some may have closed theirs already
-                with suppress(RuntimeError):
-                    work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
-                    work.wait(timedelta(milliseconds=1))
-        elif name in _NCCL or name == "xccl":  # xccl: not run here
+        if _can_abort(backend_name(pg, device)):
             with suppress(RuntimeError, AttributeError):
                 pg._get_backend(device).abort()
 

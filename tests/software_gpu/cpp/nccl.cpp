@@ -365,10 +365,11 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
   *device = comm->device;
   return ncclSuccess;
 }
-// Only this rank's: as with NCCL, the others learn nothing of it.
+// Only this rank's: as with NCCL, the others learn nothing of it. NCCL then frees memory of the device, which waits for
+// all that runs there: also for what other communicators wait for.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
-  return ncclSuccess;
+  return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclSystemError;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 // Communicators are not deleted: work in queues may still name them.
