@@ -12,23 +12,24 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from one_device.recipes import tower
+from common import OURS, PEER, PLAIN, Sample, Spread, alternate
+from one_device.recipes import RECIPES, tower
 from one_device.side import Side, train
 from torch import Tensor
 
 from gpu_parts.compiled import iteration_in_a_graph
 from gpu_parts.correctness import PlainTraining, Trained, assert_close, parts_of, plain_training
 from gpu_parts.plan import Item, Options, Row, Skipped
-from gpu_parts.speed import Case
+from gpu_parts.processes import rows_of
+from gpu_parts.speed import Case, Trainer
 from gpu_parts.worlds import Check, Start, on_ranks
 from shardwise.comm.communicators import BackendCollectives
 from shardwise.torch_compat import c10d
 
 SIZES = (4096, 3, 17, 1)
 """Of what is sent, in numbers: off 16 bytes as well."""
-TRAINED = ("full", "direct", "mixed", "bf16", "accumulation", "separate communicator", "zero1", "offload")
-TRAINED_BY_FOUR = ("hybrid", "tensor parallel", "kept by few")
 COMMUNICATORS = 4
+HOST_TIME = "4 x 1024, 8 tokens"
 
 
 def items(options: Options) -> Iterator[Item]:
@@ -37,13 +38,12 @@ def items(options: Options) -> Iterator[Item]:
     yield "back end", partial(first_of, back_end, 1, start)
     yield "back end, TORCH_DIST_USE_NCCL2=0", partial(first_on_cuda, back_end, 1, older)
     for world in (1, 2) if options.is_tiny else (1, 2, 4):
-        names = TRAINED + (TRAINED_BY_FOUR if world == 4 else ())
-        for name, check, how in (
-            ("collectives", collectives, start),
-            ("training", partial(training, names[: 2 if options.is_tiny else None]), start),
-            ("device_id", bound_to_a_device, bound),
-        ):
-            yield f"{name}, {world} ranks", partial(first_of, check, world, how)
+        names = list(RECIPES)[: 2 if options.is_tiny else None]
+        yield (
+            f"collectives and training, {world} ranks",
+            partial(first_of, partial(everything, names), world, start),
+        )
+        yield f"device_id, {world} ranks", partial(first_of, bound_to_a_device, world, bound)
         for name, check, how in (
             ("communicators", memory_of_communicators, start),
             ("communicators, the older back end", memory_of_communicators, older),
@@ -51,13 +51,17 @@ def items(options: Options) -> Iterator[Item]:
             ("CUDA graph of an iteration", in_a_graph, start),
         ):
             yield f"{name}, {world} ranks", partial(first_on_cuda, check, world, how)
+    case = Case("tiny" if options.is_tiny else HOST_TIME, 2, "bf16", options.device)
+    yield "host time, 2 ranks", partial(first_of, partial(host_time, case, options.is_tiny), 2, start)
 
 
-def first_of(check: Check, world: int, start: Start) -> Row:
-    return on_ranks(check, world, start)[0]
+def first_of(check: Check, world: int, start: Start) -> Row | list[Row]:
+    """What rank 0 found."""
+    found: Row | list[Row] = on_ranks(check, world, start)[0]
+    return found
 
 
-def first_on_cuda(check: Check, world: int, start: Start) -> Row:
+def first_on_cuda(check: Check, world: int, start: Start) -> Row | list[Row]:
     """The same, of a check that says nothing on the host."""
     if start.device != "cuda":
         raise Skipped("asks about CUDA")
@@ -111,17 +115,22 @@ def _held_by(rank: int, numel: int, dtype: torch.dtype, device: torch.device) ->
     return torch.randn(numel, generator=generator).to(device, dtype)
 
 
-def training(names: Sequence[str], rank: int, world: int, device: str) -> Row:
-    """Recipes against plain training on the global batch; all of them, also where some are wrong."""
-    off: dict[str, float] = {}
-    wrong = []
-    for name in names:
-        try:
-            off[name] = _off_by(name, rank, world, device)
-        except AssertionError as error:
-            wrong.append(str(error))
-    assert not wrong, "; ".join(wrong)
-    return {"found": {name: f"{each:.0e}" for name, each in off.items()}}
+def everything(names: Sequence[str], rank: int, world: int, device: str) -> list[Row]:
+    """Collectives, and recipes against plain training on the global batch, in one start of the ranks.
+
+    Each has a row, also those after one that is wrong.
+    """
+    checks = {"collectives": partial(collectives, rank, world, device)}
+    checks |= {name: partial(_training, name, rank, world, device) for name in names}
+    return [
+        {**row, "name": f"{name}, {world} ranks"}
+        for name, check in checks.items()
+        for row in rows_of(name, check)
+    ]
+
+
+def _training(name: str, rank: int, world: int, device: str) -> Row:
+    return {"found": {"off_by": f"{_off_by(name, rank, world, device):.0e}"}}
 
 
 def _off_by(name: str, rank: int, world: int, device: str) -> float:
@@ -161,6 +170,30 @@ def in_symmetric_memory(rank: int, world: int, device: str) -> Row:
 
 def in_a_graph(rank: int, world: int, device: str) -> Row:
     return {"found": iteration_in_a_graph(Case("tiny", world, "bf16", device), keeps=False)}
+
+
+def host_time(case: Case, is_tiny: bool, rank: int, world: int, device: str) -> list[Row]:
+    """Until the calls of a step have returned, beyond the plain step's. The device's own time says nothing
+    where ranks share it: it serves one at a time, and each collective waits for its turn on all."""
+    trainers = {variant: Trainer(variant, case) for variant in (PLAIN, PEER, OURS)}
+
+    def step(variant: str, index: int) -> Sample:
+        dist.barrier()
+        return trainers[variant].timed_step(index)
+
+    turns = {variant: partial(step, variant) for variant in trainers}
+    timed = alternate(turns, warmup=1 if is_tiny else 5, steps=2 if is_tiny else 20)
+    added = {v: each["host_ms"] - timed[PLAIN]["host_ms"] for v, each in timed.items() if v != PLAIN}
+    return [
+        {
+            "found": {
+                "variant": v,
+                "added_ms": str(Spread.of(each)),
+                "to_peer": str(Spread.of(each / added[PEER])),
+            }
+        }
+        for v, each in added.items()
+    ]
 
 
 def memory_of_communicators(rank: int, world: int, device: str) -> Row:

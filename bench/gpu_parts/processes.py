@@ -3,7 +3,8 @@
     parent                                   child: python bench/gpu.py --child delays --findings FILE
     starts the child, reads FILE             {"begins": "full"}
     no line for as long as an item may       {"name": "full", "status": "ok", "seconds": 1.2, ...}
-    take: kills the child's process group    {"begins": "hybrid"}
+    take: kills the child's process group    {"over": "full"}
+                                             {"begins": "hybrid"}
     an item that hung or killed the child    ...
     is noted; the child starts again         {"ends": true}
     without what has begun already
@@ -52,6 +53,7 @@ def run_items(part: Part, options: Options, findings: Path, skip: Sequence[str] 
         write({"begins": name})
         for row in rows_of(name, act):
             write(row)
+        write({"over": name})
         if not is_usable(options.device):
             sys.exit(3)
     write({"ends": True})
@@ -96,6 +98,7 @@ class Outcome:
 
     rows: list[Row] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
+    over: set[str] = field(default_factory=set)
     is_over: bool = False
     note: str = ""
 
@@ -106,6 +109,8 @@ class Outcome:
                 line = json.loads(text)
                 if "begins" in line:
                     self.begun.append(line["begins"])
+                elif "over" in line:
+                    self.over.add(line["over"])
                 elif "ends" in line:
                     self.is_over = True
                 else:
@@ -114,8 +119,7 @@ class Outcome:
     @property
     def unfinished(self) -> str | None:
         """The item that has begun and did not end."""
-        done = {row["name"] for row in self.rows}
-        return next((name for name in reversed(self.begun) if name not in done), None)
+        return next((name for name in reversed(self.begun) if name not in self.over), None)
 
     @property
     def status(self) -> str:

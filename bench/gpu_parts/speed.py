@@ -60,6 +60,7 @@ MODELS: dict[str, dict[str, int]] = {
     "GPT of 1 B": {"layers": 16, "width": 2048, "heads": 16, "vocab": 50304, "context": 1024, "batch": 4},
     # Only where there is a wire: enough to compute to hide it.
     "8 x 4096, 4096 tokens": {**WIDE, "layers": 8, "context": 2048, "batch": 2},
+    "4 x 1024, 8 tokens": {**WIDE, "width": 1024, "heads": 16, "context": 8},
     "tiny": {"layers": 2, "width": 64, "heads": 2, "vocab": 32, "context": 8, "batch": 1},
 }
 MEASURED = ("4 x 4096, 8 tokens", "4 x 4096, 512 tokens", "GPT of 1 B")

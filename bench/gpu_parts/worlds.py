@@ -56,7 +56,7 @@ def have_their_own(world: int) -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """That of the library in this process, which LD_PRELOAD may have made newer than the one torch was built with."""
+    """That of the library in this process: with LD_PRELOAD, another than torch was built with."""
     found = ctypes.c_int()
     loaded = getattr(ctypes.CDLL(None), "ncclGetVersion", None)
     if loaded is None or loaded(ctypes.byref(found)) != 0:

@@ -333,7 +333,7 @@ class CommPolicy:
         part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
             parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
             quarters of any size. None (default): the default of the back end, which spares small groups the
-            additional collectives: 4 MiB on NCCL, and at least 256 KiB for each rank. Packed parameters are
+            additional collectives: 128 MiB on NCCL, and at least 256 KiB for each rank. Packed parameters are
             always reduced together.
 
     Raises:

@@ -99,7 +99,8 @@ for name, act in acts.items():
     if act == "crash":
         print("about to abort", flush=True)
         os.abort()
-    write({"name": name, "status": act})
+    write({"name": f"a row of {name}", "status": act})
+    write({"over": name})
 write({"ends": True})
 """
 
@@ -116,7 +117,8 @@ def outcome_of(tmp_path: Path, limit_s: float = 60, **acts: str) -> dict[str, An
 def test_items_after_one_that_hangs_or_crashes_still_run(tmp_path: Path) -> None:
     found = outcome_of(tmp_path, a="ok", b="crash", c="skipped", d="hang", e="failed", f="ok")
     assert [(row["name"], row["status"]) for row in found["rows"]] == [
-        *(("a", "ok"), ("b", "crashed"), ("c", "skipped"), ("d", "hung"), ("e", "failed"), ("f", "ok"))
+        *(("a row of a", "ok"), ("b", "crashed"), ("a row of c", "skipped"), ("d", "hung")),
+        *(("a row of e", "failed"), ("a row of f", "ok")),
     ]
     assert found["status"] == "failed"
     assert "SIGABRT" in found["rows"][1]["note"]
@@ -128,7 +130,7 @@ def test_items_after_one_that_hangs_or_crashes_still_run(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_a_part_that_takes_too_long_ends_with_what_it_has(tmp_path: Path) -> None:
     found = outcome_of(tmp_path, 2, a="ok", b="hang", c="ok")
-    assert [(row["name"], row["status"]) for row in found["rows"]] == [("a", "ok"), ("b", "hung")]
+    assert [(row["name"], row["status"]) for row in found["rows"]] == [("a row of a", "ok"), ("b", "hung")]
     assert found["status"] == "hung"
     assert "with items left" in found["note"]
 
@@ -155,7 +157,7 @@ def test_an_item_that_was_begun_before_is_left_out(tmp_path: Path, monkeypatch: 
     run_items(PARTS["probes"], TINY, tmp_path / "findings", skip=["a"])
     lines = [json.loads(line) for line in (tmp_path / "findings").read_text().splitlines()]
     assert ran == ["b", "c"]
-    assert [line.get("begins") for line in lines] == ["b", None, "c", None, None]
+    assert [line.get("begins") for line in lines] == ["b", None, None, "c", None, None, None]
     assert lines[-1] == {"ends": True}
 
 

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.comm.communicators import BackendCollectives
+from shardwise.comm.reduction import ReduceScatter
+from shardwise.layout.slots import Slot, plan_layout
 
 
 def mesh_of_a_fake_world(rank: int, world: int) -> DeviceMesh:
@@ -82,3 +85,21 @@ def test_collectives_stay_few_and_large_in_any_world(
     world: int, block: tuple[int, int, int], experts: tuple[int, int, int]
 ) -> None:
     assert in_a_new_process(collectives_in, world) == (block, experts)
+
+
+def parts_of(mib: int) -> dict[str, int]:
+    """In how many parts four matrices that make so many MiB are reduced, by the kind of device."""
+    pg = mesh_of_a_fake_world(0, 8).get_group()
+    slots = [Slot((mib << 16,), torch.float32, 4, "alike", 4) for _ in range(4)]
+    found = {}
+    for kind in ("cpu", "cuda"):
+        comm = BackendCollectives(pg, torch.device(kind))
+        layout = plan_layout(slots, 8, [True] * 4)
+        found[kind] = len(ReduceScatter(comm, layout, torch.device("meta")).parts)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mib", "on_a_device"), [(100, 1), (256, 2), (1024, 4)])
+def test_a_device_holds_small_groups_whole_to_spare_the_host_calls(mib: int, on_a_device: int) -> None:
+    assert in_a_new_process(parts_of, mib) == {"cpu": 4, "cuda": on_a_device}

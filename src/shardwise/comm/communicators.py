@@ -219,9 +219,14 @@ class BackendCollectives(Communicator):
     most_direct = 64.0
     # Above this, the transfer takes longer than one more launch; with many ranks, see __init__.
     smallest_part_bytes = float(4 << 20)
+    # A part costs the host 0.2 ms (bench/README.md, "What single GPUs have shown"), and saves at most its own
+    # size in memory.
+    smallest_part_bytes_on_device = float(128 << 20)
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pg, is_async=device.type == "cpu")
+        if device.type != "cpu":
+            self.smallest_part_bytes = self.smallest_part_bytes_on_device
         # A part is cut into a chunk for each rank, each large enough to be worth a collective.
         self.smallest_part_bytes = max(
             self.smallest_part_bytes, float(self._world * self.packing_limit_bytes)
