@@ -146,6 +146,7 @@ def run_part(part: Part, command: Sequence[str], limit_s: float) -> Row:
         name = outcome.unfinished
         if name is not None:
             outcome.rows.append({"name": name, **ended})
+            outcome.over.add(name)
         elif not outcome.is_over and len(outcome.begun) == before:
             outcome.note = f"{ended['status']} before any item: {ended['note']}"
             break
