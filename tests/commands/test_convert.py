@@ -158,6 +158,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         ["empty", "out"],
         ["nowhere", "out"],
         ["model", "out", "--dtype", "bf16"],
+        ["model", "out", "--key", "model", "--shard-size", "1GB", "--no-verify"],
         ["model", ".out"],
         ["torn.safetensors", "out"],
     ):
@@ -177,7 +178,8 @@ python -m shardwise convert: --shard-size 'much' is not an amount of memory. Pas
 python -m shardwise convert: TMP/damaged is damaged. These parts are not what was written: __0_0.distcp, bytes 3783 to 5616: model.inlet.weight. Nothing was loaded; load an earlier checkpoint. --no-verify loads it as it is.
 python -m shardwise convert: TMP/empty holds no safetensors and is not a checkpoint: the folder has no file .metadata.
 python -m shardwise convert: TMP/nowhere holds no safetensors and is not a checkpoint: it does not exist.
-python -m shardwise convert: TMP/model holds safetensors, and --dtype and --key are for checkpoints. load_checkpoint can convert dtypes (convert_dtype=True).
+python -m shardwise convert: --dtype cannot be used with safetensors, which become a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
+python -m shardwise convert: --key, --shard-size, --no-verify cannot be used with safetensors, which become a checkpoint.
 python -m shardwise convert: TMP/.out: a checkpoint needs a name that does not start with a dot.
 python -m shardwise convert: TMP/torn.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
 """,

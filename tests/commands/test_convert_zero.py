@@ -203,8 +203,13 @@ def test_what_is_no_state_of_such_an_optimizer_is_refused(
             else:
                 own["base_optimizer_state"]["state"][0]["row"] = torch.ones(4)
             torch.save(saved, tmp_path / folder / name)
-    for source, *options in (["factored"], ["elastic"], ["empty"], ["factored", "--dtype", "bf16"]):
-        arguments = [str(tmp_path / source), str(tmp_path / "out"), "--optimizer", *options]
+    of_files = ["--no-verify", "--shard-size", "1GB"]
+    for source, *options in (
+        *(["factored", "--optimizer"], ["elastic", "--optimizer"], ["empty", "--optimizer"]),
+        *(["factored", "--optimizer", "--dtype", "bf16"], ["factored", "--optimizer", *of_files]),
+        ["factored", *of_files],
+    ):
+        arguments = [str(tmp_path / source), str(tmp_path / "out"), *options]
         assert main(["convert", *arguments]) == 2
         assert not (tmp_path / "out").exists()
     assert_expected_inline(
@@ -213,7 +218,9 @@ def test_what_is_no_state_of_such_an_optimizer_is_refused(
 python -m shardwise convert: TMP/factored has 'row' in the optimizer's state, of other shapes than the parameters, so it is unknown which part belongs to which. Leave out --optimizer.
 python -m shardwise convert: TMP/elastic has no state of an optimizer as stages 1 to 3 save it, without elastic_checkpoint. Leave out --optimizer to convert the weights.
 python -m shardwise convert: --optimizer is for a folder of DeepSpeed's ZeRO, and TMP/empty is none. load_checkpoint(path, model, optimizer) reads the others as they are.
-python -m shardwise convert: --dtype and --key are for safetensors, and --optimizer writes a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
+python -m shardwise convert: --dtype cannot be used with --optimizer, which writes a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
+python -m shardwise convert: --shard-size, --no-verify cannot be used with --optimizer, which writes a checkpoint.
+python -m shardwise convert: --no-verify cannot be used with a folder of ZeRO.
 """,
     )
 

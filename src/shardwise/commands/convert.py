@@ -34,6 +34,7 @@ from shardwise.commands import UsageError
 from shardwise.dry_run.arguments import memory_in_bytes
 from shardwise.layout.fqns import listed
 
+SHARD_SIZE = "1GB"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key", help=f"where the model is in the checkpoint (default: the first of {', '.join(MODEL_KEYS)})"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors to it")
-    parser.add_argument("--shard-size", default="1GB", help="size of a safetensors file (default 1GB)")
+    parser.add_argument("--shard-size", help=f"size of a safetensors file (default {SHARD_SIZE})")
     parser.add_argument(
         "--optimizer", action="store_true", help="from ZeRO: a checkpoint with the optimizer's state as well"
     )
@@ -75,23 +76,21 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
     if arguments.optimizer:
         _convert_with_optimizer(arguments)
         return []
-    dtype, num_bytes = DTYPES.get(arguments.dtype), memory_in_bytes("convert", arguments.shard_size)
+    dtype = DTYPES.get(arguments.dtype)
+    num_bytes = memory_in_bytes("convert", arguments.shard_size or SHARD_SIZE)
     if folders.found(source) is not None:
         verify = not arguments.no_verify
         return to_safetensors(
             source, target, key=arguments.key, dtype=dtype, max_shard_bytes=num_bytes, verify=verify
         )
     if source.is_dir() and (zero := zero_folder(source)) is not None:
+        _refuse_all_but(arguments, "a folder of ZeRO", "--dtype", "--shard-size")
         zero_to_safetensors(zero, target, dtype=dtype, max_shard_bytes=num_bytes)
         return []
     if not (source.is_file() or any(source.glob("*.safetensors"))):
         why = folders.why_not_a_checkpoint(source)
         raise UsageError(f"{source} holds no safetensors and is not a checkpoint: {why}.")
-    if arguments.dtype is not None or arguments.key is not None:
-        raise UsageError(
-            f"{source} holds safetensors, and --dtype and --key are for checkpoints. load_checkpoint can "
-            "convert dtypes (convert_dtype=True)."
-        )
+    _refuse_all_but(arguments, "safetensors, which become a checkpoint")
     from_safetensors(source, target)
     return []
 
@@ -104,9 +103,14 @@ def _convert_with_optimizer(arguments: argparse.Namespace) -> None:
             f"--optimizer is for a folder of DeepSpeed's ZeRO, and {source} is none. load_checkpoint(path, "
             "model, optimizer) reads the others as they are."
         )
-    if arguments.dtype is not None or arguments.key is not None:
-        raise UsageError(
-            "--dtype and --key are for safetensors, and --optimizer writes a checkpoint. load_checkpoint can "
-            "convert dtypes (convert_dtype=True)."
-        )
+    _refuse_all_but(arguments, "--optimizer, which writes a checkpoint")
     zero_to_checkpoint(zero, arguments.target)
+
+
+def _refuse_all_but(arguments: argparse.Namespace, what: str, *allowed: str) -> None:
+    """Refuse the options that have no meaning for ``what``."""
+    options = ("--key", "--dtype", "--shard-size", "--no-verify")
+    given = [name for name in options if vars(arguments)[name[2:].replace("-", "_")] not in (None, False)]
+    if refused := [name for name in given if name not in allowed]:
+        hint = " load_checkpoint can convert dtypes (convert_dtype=True)." if "--dtype" in refused else ""
+        raise UsageError(f"{listed(refused)} cannot be used with {what}.{hint}")
