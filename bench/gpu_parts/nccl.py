@@ -56,9 +56,12 @@ def items(options: Options) -> Iterator[Item]:
 
 
 def first_of(check: Check, world: int, start: Start) -> Row | list[Row]:
-    """What rank 0 found."""
-    found: Row | list[Row] = on_ranks(check, world, start)[0]
-    return found
+    """What rank 0 found; of several rows, each as it was on the first rank where it failed, if on any."""
+    first, *others = on_ranks(check, world, start)
+    if not isinstance(first, list):
+        return first  # type: ignore[no-any-return]
+    by_row = zip(first, *others, strict=True)
+    return [next((row for row in rows if row.get("status") == "failed"), rows[0]) for rows in by_row]
 
 
 def first_on_cuda(check: Check, world: int, start: Start) -> Row | list[Row]:
@@ -118,7 +121,7 @@ def _held_by(rank: int, numel: int, dtype: torch.dtype, device: torch.device) ->
 def everything(names: Sequence[str], rank: int, world: int, device: str) -> list[Row]:
     """Collectives, and recipes against plain training on the global batch, in one start of the ranks.
 
-    Each has a row, also those after one that is wrong.
+    Each has a row.
     """
     checks = {"collectives": partial(collectives, rank, world, device)}
     checks |= {name: partial(_training, name, rank, world, device) for name in names}
@@ -173,8 +176,8 @@ def in_a_graph(rank: int, world: int, device: str) -> Row:
 
 
 def host_time(case: Case, is_tiny: bool, rank: int, world: int, device: str) -> list[Row]:
-    """Until the calls of a step have returned, beyond the plain step's. The device's own time says nothing
-    where ranks share it: it serves one at a time, and each collective waits for its turn on all."""
+    """Host time until a step's calls return, minus the plain step's. The device's own time says nothing where
+    ranks share it: it serves one at a time, and each collective waits for its turn on all."""
     trainers = {variant: Trainer(variant, case) for variant in (PLAIN, PEER, OURS)}
 
     def step(variant: str, index: int) -> Sample:

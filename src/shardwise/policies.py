@@ -331,10 +331,10 @@ class CommPolicy:
         quantized_all_gather: all-gather parameters in fewer bytes; see :class:`QuantizedAllGather`. None
             (default): unchanged.
         part_bytes: large gradients of a group are reduced, and freed, before the others are complete, in
-            parts of at least this many bytes of full gradients and at least a quarter of the group's. 0: in
-            quarters of any size. None (default): the default of the back end, which spares small groups the
-            additional collectives: 128 MiB on NCCL, and at least 256 KiB for each rank. Packed parameters are
-            always reduced together.
+            parts of at least this many bytes of full gradients and at least a quarter of the group's; a
+            smaller group is reduced whole. 0: in quarters of any size. None (default): 128 MiB on devices,
+            where a part takes the host long, 16 MiB over gloo and 4 MiB over other back ends on the host, and
+            at least 256 KiB for each rank except over gloo. Packed parameters are always reduced together.
 
     Raises:
         TypeError: a size or count is not an int, or ``quantized_all_gather`` is not a

@@ -31,7 +31,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     store, aborted = dist.HashStore(), []
-    monkeypatch.setattr(failures.c10d, "end_waits", lambda pgs: aborted.append("aborted"))
+    monkeypatch.setattr(failures.c10d, "end_waits", lambda pgs, aborts: aborted.append("aborted"))
     monkeypatch.setattr(Wait, "ranks", [0, 1])
     return Pair(FailureMonitor(store, 0), FailureMonitor(store, 1), aborted)
 

@@ -5,8 +5,12 @@ communicator of the whole world for each, and wait for ranks that do not come. g
 split; what is tested is that torch is not asked to.
 """
 
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,3 +212,89 @@ def test_nccl_is_known_by_all_its_names(name: str) -> None:
     other: Any = Group(Backend("gloo", has_communicator=False))
     assert c10d.is_nccl(nccl, GPU)
     assert not c10d.is_nccl(other, GPU)
+
+
+# --- after a failure ------------------------------------------------------------------------------
+
+
+class Aborted:
+    """A process group whose ``abort`` acts; ``count``: how often it has begun."""
+
+    def __init__(self, abort: Callable[[], None], name: str = "nccl") -> None:
+        self._device_types, self._name, self._abort, self.count = [GPU], name, abort, 0
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: self._name, abort=self.abort)
+
+    def abort(self) -> None:
+        self.count += 1
+        self._abort()
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, None]:
+    """What torch knows of process groups."""
+    groups: dict[Any, None] = {}
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    return groups
+
+
+def test_all_communicators_are_aborted_at_the_same_time(known: dict[Any, None]) -> None:
+    """Each waits for the device, and so for what the others' kernels wait for."""
+    together = threading.Barrier(3, timeout=20)
+    waits, idle, alien = (Aborted(together.wait) for _ in range(3))
+    other = Aborted(together.abort, name="ucc")
+    known |= dict.fromkeys((waits, idle, other))
+    c10d.end_waits([waits, alien], {})
+    c10d.wait_for_aborts(20)
+    assert not together.broken
+    assert [group.count for group in (waits, idle, alien, other)] == [1, 1, 1, 0]
+
+
+def test_an_abort_is_repeated_while_it_is_needed_and_spares_groups_made_since(known: dict[Any, None]) -> None:
+    def fail() -> None:
+        raise RuntimeError("nothing to abort")
+
+    may_end = threading.Event()
+    slow, failing, later = Aborted(may_end.wait), Aborted(fail), Aborted(fail)
+    known[failing] = None
+    aborts: c10d.Aborts = {}
+    c10d.end_waits([slow], aborts)
+    aborts[failing].join(20)
+    known[later] = None
+    c10d.end_waits([slow], aborts)
+    may_end.set()
+    c10d.wait_for_aborts(20)
+    assert [group.count for group in (slow, failing, later)] == [1, 2, 0]
+
+
+LEAVES_DURING_AN_ABORT = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from shardwise.ranks import failures
+from shardwise.torch_compat import c10d
+
+class Group:
+    _device_types = [torch.device("cuda")]
+    def _get_backend(self, device):
+        return self
+    def name(self):
+        return "nccl"
+    def abort(self):  # for a while, without the lock of the interpreter, as torch does
+        try:
+            store.wait(["never"], timedelta(milliseconds=300))
+        except dist.DistError:
+            pass
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+monitor = failures._started(dist.group.WORLD)
+c10d.end_waits([Group()], {})
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_ends_during_an_abort_keeps_its_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES_DURING_AN_ABORT], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr

@@ -217,26 +217,27 @@ class BackendCollectives(Communicator):
     # A coalesced call runs its collectives one after another in one launch, and each pays the latency of all
     # ranks again. Parameters beyond this number are packed, as all are with one collective per group.
     most_direct = 64.0
-    # Above this, the transfer takes longer than one more launch; with many ranks, see __init__.
-    smallest_part_bytes = float(4 << 20)
-    # A part costs the host 0.2 ms (bench/README.md, "What single GPUs have shown"), and saves at most its own
-    # size in memory.
-    smallest_part_bytes_on_device = float(128 << 20)
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pg, is_async=device.type == "cpu")
-        if device.type != "cpu":
-            self.smallest_part_bytes = self.smallest_part_bytes_on_device
-        # A part is cut into a chunk for each rank, each large enough to be worth a collective.
-        self.smallest_part_bytes = max(
-            self.smallest_part_bytes, float(self._world * self.packing_limit_bytes)
-        )
+        self.smallest_part_bytes = self.smallest_part_on(device, self._world)
         # The bare calls: a wrapper around each would take as long as its arguments do.
         self._gather, self._scatter = getattr(pg, c10d.ALL_GATHER), getattr(pg, c10d.REDUCE_SCATTER)
         self._gather_options = c10d.all_gather_options(self._is_async)
         self._can_coalesce = True
         # The fake back end moves nothing, and counts as dividing.
         self._divides = c10d.is_nccl(pg, device) or c10d.backend_name(pg, device) == "fake"
+
+    @classmethod
+    def smallest_part_on(cls, device: torch.device, world: int) -> float:
+        """The smallest part of a group's gradients, in bytes.
+
+        On the host, 4 MiB take longer to send than to begin to send. On a device, each part took the host
+        0.2 ms (bench/README.md, "What single GPUs have shown"); a group reduced whole holds its gradients
+        longer. A part is cut into a chunk for each rank, each large enough to be worth a collective.
+        """
+        least = 4 << 20 if device.type == "cpu" else 128 << 20
+        return float(max(least, world * cls.packing_limit_bytes))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Finish:
         """Make one coalesced call, or one call per output."""

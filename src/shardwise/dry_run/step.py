@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.communicators import GlooExchange, unless_alone
+from shardwise.comm.communicators import BackendCollectives, GlooExchange, unless_alone
 from shardwise.dry_run.fake_model import make_fake, meta_copy, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (
@@ -147,6 +147,8 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
         groups = [module_state.group for module_state in module_states]
         if training.on_host:
             _use_gloo(groups)
+        else:
+            _use_parts_of_devices(groups)
         if training.call is None:
             without_computation(model, groups)
         keeps_after_backward = any(not group.settings.reshard_after_backward for group in groups)
@@ -179,6 +181,19 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
     for group in groups:
         for bucket in group.buckets:
             bucket.communicate(make_all_gather=make, make_reduce_scatter=make)
+        group.take_stock()
+
+
+def _use_parts_of_devices(groups: Sequence[ParameterGroup]) -> None:
+    """Reduce gradients in the parts that a device does: the fake process group is one of the host."""
+    for group in groups:
+        for bucket in group.buckets:
+            if bucket.policy.part_bytes is None:
+                least = BackendCollectives.smallest_part_on(
+                    torch.device("cuda"), bucket.mesh.shard_axis.world
+                )
+                bucket.policy = replace(bucket.policy, part_bytes=int(least))
+                bucket.rebuild_flat_shard()
         group.take_stock()
 
 

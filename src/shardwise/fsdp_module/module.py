@@ -515,7 +515,7 @@ class FSDPModule:
         With a larger limit, communication that is slower than the computation may fall further behind, at the
         cost of memory for that many groups' full gradients. If large gradients are reduced before the rest of
         their group (``CommPolicy.part_bytes``), those present and in flight need no more memory than
-        ``max_input_buffers`` of the largest groups.
+        ``max_input_buffers`` of the largest groups and a part.
 
         Args:
             max_input_buffers: how many groups, 1 (default) or more.

@@ -13,10 +13,10 @@ All ranks may raise alike and continue, some sooner: a rank that has itself fail
 collectives ignores such a note.
 
 On a device, collectives are queued, and the host does not wait. There the thread reads notes whenever nothing
-has been issued for half a second, and aborts the communicators, so that the device does not hang; the error
-is raised at the next forward, backward or public call. Failures that NCCL detects (a network failure, a
-timeout) reach a thread of torch, which ends the process. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it aborts
-the communicators instead: the next collective then raises here, and is explained like any other.
+has been issued for half a second, and aborts all of NCCL's communicators, so that the device does not hang;
+the error is raised at the next forward, backward or public call. Failures that NCCL detects (a network
+failure, a timeout) reach a thread of torch, which ends the process. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it
+aborts the communicators instead: the next collective then raises here, and is explained like any other.
 """
 
 import atexit
@@ -96,6 +96,7 @@ class FailureMonitor(RankActivity):
         super().__init__(has_others=store is not None)
         self.rank = rank
         self.failure: FailureNote | None = None  # of another rank, which this one cannot survive
+        self._aborts: c10d.Aborts = {}  # for this failure
         self.watch: StallReporter | None = None
         self._board = Board(store)
         self._lock = threading.RLock()  # a finalizer may report inside it
@@ -292,7 +293,7 @@ class FailureMonitor(RankActivity):
         return f": {error}"
 
     def _take(self, note: FailureNote) -> None:
-        self.failure = note
+        self.failure, self._aborts = note, {}
         self._heeded.add(note.key)
 
     def _heeds(self, note: FailureNote) -> bool:
@@ -332,7 +333,8 @@ class FailureMonitor(RankActivity):
         if self.failure is not None and waiting is self.last_wait:
             if waiting is not self.on_host:
                 self._unraised = self.failure
-            c10d.end_waits([axis.pg for axis in waiting.axes() if axis.pg is not None])
+            pgs = [axis.pg for axis in waiting.axes() if axis.pg is not None]
+            c10d.end_waits(pgs, self._aborts)
             self._ended_looks += 1
             if self._ended_looks == PATIENCE_LOOKS:
                 # Nothing can end the waits of some back ends, so log why this one is in vain.
@@ -415,6 +417,7 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
     def at_exit() -> None:
         has_ended.set()  # a thread inside torch while the interpreter shuts down would crash the process
         thread.join(timeout=2.0)
+        c10d.wait_for_aborts(5.0)
         if (ending := own()) is not None:
             ending.at_exit()
 

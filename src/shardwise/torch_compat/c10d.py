@@ -1,5 +1,6 @@
 """Process groups: collectives, subgroups, stores, and how to end waits. Seen on 2.11 to 2.15."""
 
+import logging
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -7,14 +8,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Lock, Thread, get_ident
+from threading import enumerate as enumerate_threads
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+_log = logging.getLogger(__name__)
 
 # torch 2.13 renamed these methods and warns on the old names, which are all that 2.11 has.
 _NAMES_BEFORE_2_13 = {
@@ -189,10 +193,11 @@ def subgroup(
     ``dist.new_group`` makes the name from the number of groups that a rank is in, so ranks in different
     numbers of groups wait for each other for ever. Here the name identifies the group.
 
-    Called by members only. No communication yet: see ``connect``.
+    Called by all members, and only by them. No communication yet, see ``connect``, except with torch 2.14's
+    "nccl2", which connects here: torch 2.15 has an option against it.
 
     The newer back ends for NCCL are bound to a device. Without one, they use that of LOCAL_RANK, even if
-    the parent has another. They connect here unless an option of torch 2.15 prevents it.
+    the parent has another.
     """
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
@@ -247,7 +252,7 @@ def connect(pg: dist.ProcessGroup, device: torch.device) -> None:
     if getattr(backend, "supports_splitting", False):  # as torch asks: those that have a communicator
         backend.eager_connect_single_device(_with_index(device))
     elif backend is not None and is_nccl(pg, device):
-        # What ``subgroup`` made with ``lazy_init`` connects at a collective and by nothing else.
+        # What ``subgroup`` made with ``lazy_init`` connects only at its first collective.
         dist.all_reduce(torch.zeros(1, device=device), group=pg)
 
 
@@ -294,22 +299,27 @@ def keep_until_exit(work: Any) -> None:
 _TAG_OF_NOTHING = 0x59FFFFFF
 
 
-_ABORTED: WeakSet[dist.ProcessGroup] = WeakSet()
+Aborts = dict[dist.ProcessGroup, Thread]
+_ABORT_THREAD = "shardwise abort"
 
 
-def end_waits(pgs: Sequence[dist.ProcessGroup]) -> None:
-    """Make every wait of this process in ``pgs`` raise now. They are unusable afterwards, and if NCCL carries
-    one of them, so is every process group that it carries.
+def end_waits(pgs: Sequence[dist.ProcessGroup], aborts: Aborts) -> None:
+    """Make every wait of this process in ``pgs`` raise now. They are unusable afterwards. If NCCL carries one
+    of them, all process groups of this process that it carries become unusable.
+
+    ``aborts``: empty at the first call after a failure; the caller keeps it for further calls, which abort
+    once more what still runs, and no group that was made since.
 
     gloo's ``abort`` does not end waits (seen on 2.13), but a receive that times out closes the connections
     of its process group, upon which all waits in it raise, on both sides.
 
     NCCL's releases this rank's streams, so that what follows reads undefined numbers: the caller has to
     raise. It does not end waits of the host inside a call, as while it connects. It also frees memory of the
-    device, which waits for all that runs there. So while one communicator is aborted, none may wait for
-    another rank: all are aborted at the same time (pytorch/pytorch#119797), each by a thread of its own.
+    device, which waits for all that runs there. So while one communicator is aborted, no other may wait for
+    another rank: all that torch knows are aborted at the same time (pytorch/pytorch#119797), each by a thread
+    of its own. A communicator that torch does not know, as torchft's, can still make an abort wait.
     """
-    is_nccl_hung = False
+    uses_nccl = False
     for pg in pgs:
         for kind in group_devices(pg):
             name = backend_name(pg, torch.device(kind))
@@ -318,11 +328,20 @@ def end_waits(pgs: Sequence[dist.ProcessGroup]) -> None:
                     with suppress(RuntimeError):
                         work = pg.recv([torch.empty(1)], peer, _TAG_OF_NOTHING)
                         work.wait(timedelta(milliseconds=1))
-            is_nccl_hung |= _can_abort(name)
-    if is_nccl_hung:
-        for pg in {*pgs, *dist.distributed_c10d._world.pg_map} - set(_ABORTED):
-            _ABORTED.add(pg)
-            Thread(target=_abort, args=(pg,), daemon=True, name="shardwise abort").start()
+            uses_nccl |= _can_abort(name)
+    if uses_nccl:
+        for pg in {*pgs, *(aborts or dist.distributed_c10d._world.pg_map)}:
+            if pg not in aborts or not aborts[pg].is_alive():
+                aborts[pg] = Thread(target=_abort, args=(pg,), daemon=True, name=_ABORT_THREAD)
+                aborts[pg].start()
+
+
+def wait_for_aborts(seconds: float) -> None:
+    """Wait for threads of ``end_waits``: inside torch at the interpreter's end, one crashes the process."""
+    until = monotonic() + seconds
+    for thread in enumerate_threads():
+        if thread.name == _ABORT_THREAD:
+            thread.join(max(0.0, until - monotonic()))
 
 
 def _can_abort(name: str) -> bool:
@@ -330,11 +349,13 @@ def _can_abort(name: str) -> bool:
 
 
 def _abort(pg: dist.ProcessGroup) -> None:
-    for kind in group_devices(pg):
-        device = torch.device(kind)
-        if _can_abort(backend_name(pg, device)):
-            with suppress(RuntimeError, AttributeError):
+    try:
+        for kind in group_devices(pg):
+            device = torch.device(kind)
+            if _can_abort(backend_name(pg, device)):
                 pg._get_backend(device).abort()
+    except Exception as error:  # it was destroyed meanwhile, or has nothing to abort
+        _log.debug("A process group was not aborted: %s", error)
 
 
 def is_timeout(error: Exception) -> bool:
