@@ -189,8 +189,9 @@ def test_a_model_without_blocks_has_no_row_with_checkpointing() -> None:
         estimate(nn.Linear(8, 8), world=2, strategy="ddp", batch="4x8:fp32", activation_checkpointing=True)
 
 
-def test_on_a_gpu_groups_too_small_for_parts_are_held_until_they_are_reduced() -> None:
-    """While a block's gradients arrive, those of the block behind it are in flight."""
+@pytest.mark.parametrize(("world", "blocks"), [(2, 2), (1, 1)], ids=["two ranks", "a rank that is alone"])
+def test_on_a_gpu_groups_too_small_for_parts_are_held_until_they_are_reduced(world: int, blocks: int) -> None:
+    """While a block's gradients arrive, those of the block behind it are in flight, if there is another rank."""
 
     class Block(nn.Sequential):
         pass
@@ -198,8 +199,8 @@ def test_on_a_gpu_groups_too_small_for_parts_are_held_until_they_are_reduced() -
     with torch.device("meta"):
         wide, narrow = (partial(nn.Linear, *sizes, bias=False) for sizes in ((512, 2048), (2048, 512)))
         model = nn.Sequential(*(Block(wide(), nn.Tanh(), narrow()) for _ in range(4)))
-    (row,) = estimate(model, **PLAIN, wrap=Block, device="cuda").rows
-    assert row.peaks["backward"].by_kind["unsharded gradients"] == 2 * (2 * 512 * 2048 * 4)
+    (row,) = estimate(model, **(PLAIN | {"world": world}), wrap=Block, device="cuda").rows
+    assert row.peaks["backward"].by_kind["unsharded gradients"] == blocks * (2 * 512 * 2048 * 4)
 
 
 def test_checkpointing_keeps_less_of_activations() -> None:

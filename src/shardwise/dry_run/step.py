@@ -185,13 +185,15 @@ def _use_gloo(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _use_parts_of_devices(groups: Sequence[ParameterGroup]) -> None:
-    """Reduce gradients in the parts that a device does: the fake process group is one of the host."""
+    """Reduce gradients in the parts that a device does: the fake process group is one of the host.
+
+    A rank that is alone sends nothing, and has the same parts everywhere.
+    """
     for group in groups:
         for bucket in group.buckets:
-            if bucket.policy.part_bytes is None:
-                least = BackendCollectives.smallest_part_on(
-                    torch.device("cuda"), bucket.mesh.shard_axis.world
-                )
+            axis = bucket.mesh.shard_axis
+            if bucket.policy.part_bytes is None and not axis.is_alone:
+                least = BackendCollectives.smallest_part_on(torch.device("cuda"), axis.world)
                 bucket.policy = replace(bucket.policy, part_bytes=int(least))
                 bucket.rebuild_flat_shard()
         group.take_stock()
