@@ -10,6 +10,8 @@ import torch
 from races.device import Site
 from races.reports import calling_functions
 
+from shardwise.comm import streams
+
 Event, Stream = torch.cuda.Event, torch.cuda.Stream
 
 
@@ -74,6 +76,8 @@ class _Sites:
 
             return block
 
+        # Our own streams would record and wait by methods of torch.Stream, in C, which cannot be replaced.
+        patch.setattr(streams, "ordering_of", lambda _: (Stream.record_event, Stream.wait_stream))
         patch.setattr(Event, "wait", wait)
         patch.setattr(Stream, "wait_stream", wait_all)
         patch.setattr(Stream, "record_event", record)

@@ -8,9 +8,10 @@ end's threads, and ``finish`` runs when the result is needed.
 Memory on a device follows one rule: a transient buffer is allocated and freed with its stream current, after
 that stream has waited for the event that marks the last use of the buffer. ``record_stream`` is never used.
 
-Streams and events are those of the device's module, such as ``torch.cuda``. A generic ``torch.Stream`` does
-not wait for a ``torch.cuda.Event``: it reads the base of the event, which CUDA's leaves empty. A stream of
-``torch.cuda`` waits for both kinds.
+Streams are those of the device's module, such as ``torch.cuda``. Events that we record are ``torch.Event``,
+in C where those of ``torch.cuda`` are in Python. Events of callers may be of either kind. So streams wait by
+``event.wait(stream)``: a generic ``Stream.wait_event`` does not wait for a ``torch.cuda.Event``, because it
+reads the base of the event, which CUDA's leaves empty.
 """
 
 from collections import defaultdict, deque
@@ -168,6 +169,7 @@ class CommStream(BufferPool):
     """Takes communication. Methods that only a device needs do nothing here."""
 
     _stream: Any = None  # of a device
+    _record_event: Callable[[Any], Any]  # of a device
     _host_copies: "HostCopies | None" = None
     last_event: Any = None
     """On a device, at the end of the work submitted last."""
@@ -186,7 +188,7 @@ class CommStream(BufferPool):
             else:
                 with self._stream:
                     start()()
-                    self.last_event = end = self._stream.record_event()
+                    self.last_event = end = self._record_event(self._stream)
                 complete = partial(self._let_compute_wait, end, users)
         except BaseException as error:
             if awaited is not None:
@@ -273,23 +275,24 @@ class HostCopies:
         self._new: list[Any] = []  # for the work being submitted
         self._kept: deque[tuple[list[Any], Any]] = deque()  # with the event at the end of the work
         self._last: Any = None  # the event behind the last copy
+        self._record_event, self._wait_stream = ordering_of(stream)
         self.wait_for_user()
 
     def wait_for_user(self) -> None:
         """Order later copies behind the work queued on ``user``."""
-        self._stream.wait_stream(self._user)
+        self._wait_stream(self._stream, self._user)
 
     def run(self, copy: Callable[[], _V]) -> _V:
         """The result of ``copy``, for which ``user`` waits."""
         if not self._new:
             while len(self._kept) >= self._MOST_KEPT:
                 results, used = self._kept.popleft()
-                self._stream.wait_event(used)
+                used.wait(self._stream)
                 del results
         with self._stream:
             result = copy()
-            self._last = self._stream.record_event()
-        self._user.wait_event(self._last)
+            self._last = self._record_event(self._stream)
+        self._last.wait(self._user)
         self._new.append(result)
         return result
 
@@ -305,7 +308,7 @@ class HostCopies:
         if last is not None:
             last.synchronize()
             for _, used in self._kept:
-                self._stream.wait_event(used)
+                used.wait(self._stream)
             self._kept.clear()
 
 
@@ -321,6 +324,7 @@ class DeviceStream(CommStream):
         self._readers: dict[Any, None] = {}
         self._make_stream = partial(_own(device, "Stream", torch), device, priority=priority)
         self._stream = self._make_stream()
+        self._record_event, self._wait_stream = ordering_of(self._stream)
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """New memory of the current stream; in a buffer that was released, with its views, if any was."""
@@ -338,10 +342,10 @@ class DeviceStream(CommStream):
 
     def _let_compute_wait(self, end: Any, users: Sequence[Any]) -> None:
         current = self._current()
-        current.wait_event(end)
+        end.wait(current)
         for user in users:
             if user != current:
-                user.wait_event(end)
+                end.wait(user)
 
     def copy_in(self, copy: Callable[[], _V]) -> _V:
         """On a separate stream, which owns the memory of the result: see ``HostCopies``."""
@@ -357,13 +361,13 @@ class DeviceStream(CommStream):
     def wait_for_compute(self, event: Any = None, users: Sequence[Any] = ()) -> None:
         """Queue the waits on this stream."""
         if event is not None:
-            self._stream.wait_event(event)
+            event.wait(self._stream)
             return
         current = self._current()
-        self._stream.wait_stream(current)
+        self._wait_stream(self._stream, current)
         for user in (*users, *self._readers):
             if user != current:
-                self._stream.wait_stream(user)
+                self._wait_stream(self._stream, user)
         self._readers.clear()
 
     def note_reader(self) -> None:
@@ -383,6 +387,15 @@ class DeviceStream(CommStream):
     def allocation_scope(self) -> AbstractContextManager[Any]:
         """Make this stream current."""
         return self._stream
+
+
+def ordering_of(stream: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """Functions of streams such as ``stream``: record an event on one, and let one wait for another.
+
+    Those of ``torch.Stream`` are in C; beneath a stream of ``torch.cuda`` they take a fifth of its own.
+    """
+    kind = torch.Stream if isinstance(stream, torch.Stream) else type(stream)
+    return kind.record_event, kind.wait_stream
 
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
@@ -499,4 +512,4 @@ class CommStreams:
     def make_compute_wait_for(self, event: Any) -> None:
         """Make the computing stream wait for ``event``."""
         if self.are_device_streams:
-            self._current().wait_event(event)
+            event.wait(self._current())

@@ -66,7 +66,7 @@ class StreamUsers:
         self._ready = event
         if len(self._streams) > 1:
             for stream in self._streams.values():
-                stream.wait_event(event)
+                event.wait(stream)
 
     def freed(self) -> None:
         """They are no longer in memory."""
