@@ -339,16 +339,17 @@ def test_all_die_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_that_returns_with_fewer_ranks_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_replica_that_returns_with_another_number_of_ranks_is_refused(ranks: int, tmp_path: Path) -> None:
     """By names of weights and by meshes, before it takes part; then it comes back as it was."""
     plan = replace(ONCE, waits={4: (1, 1), 5: (1, 2)}, patience=timedelta(seconds=5))
     plan = replace(plan, manager={"use_async_quorum": False})
-    told = run_replicas(train, tmp_path, plan, sizes=[[2], [2, 1, 2]])
+    told = run_replicas(train, tmp_path, plan, sizes=[[2], [2, ranks, 2]])
     check(tmp_path, told, plan)
     assert not any("step" in line for line in told[1] if line["attempt"] == 1)
-    refusal = (tmp_path / "1-0.log").read_text()
+    refusal = "".join((tmp_path / f"1-{rank}.log").read_text() for rank in range(2))  # of whoever was first
     assert 'parameter named "0.0.weight"' in refusal
-    assert "different meshes: got DeviceMesh((fsdp=1), 'cpu'" in refusal
+    assert f"different meshes: got DeviceMesh((fsdp={ranks}), 'cpu'" in refusal
 
 
 @pytest.mark.slow
