@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,20 +86,22 @@ def costs(
     return {name: value for name, value in found.items() if value}
 
 
-_asked: list[int] = []
+_asked: Counter[str] = Counter()
 
 
-def _counting(current_stream: Callable[[int], Any]) -> Callable[[int], Any]:
-    def counted_current_stream(device: int) -> Any:
-        _asked.append(device)
-        return current_stream(device)
+def _counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted_function(*args: Any, **kwargs: Any) -> Any:
+        _asked[name] += 1
+        return function(*args, **kwargs)
 
-    return counted_current_stream
+    return counted_function
 
 
 if torch.backends.cuda.is_built():  # the test collects this file with every build, and skips then
     # Beneath torch.cuda.current_stream.
-    torch._C._cuda_getCurrentStream = _counting(torch._C._cuda_getCurrentStream)
+    torch._C._cuda_getCurrentStream = _counting("current streams", torch._C._cuda_getCurrentStream)
+    # Made by the Python methods of torch.cuda's streams, of which torch.Stream has its own in C.
+    torch.cuda.Event.__new__ = _counting("events in Python", torch.cuda.Event.__new__)  # type: ignore[assignment]
 
 
 def counted() -> dict[str, int]:
@@ -106,7 +109,8 @@ def counted() -> dict[str, int]:
     counts = inside.counts()
     waits = {name: counts[name] for name in ("allocations", "device waits", "stream waits", "event waits")}
     pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
-    return {**waits, "pinned": pinned, "current streams": len(_asked)}
+    asked = {name: _asked[name] for name in ("current streams", "events in Python")}
+    return {**waits, **asked, "pinned": pinned}
 
 
 def steady(names: list[str], backend: str = "nccl") -> dict[str, dict[str, int]]:
