@@ -121,6 +121,7 @@ def steady(names: list[str], backend: str = "nccl") -> dict[str, dict[str, int]]
 # --- peaks ----------------------------------------------------------------------------------------
 
 SIZES = argparse.Namespace(vocab=64, width=384, heads=4, layers=5, context=8, batch=1)
+SMALL = argparse.Namespace(vocab=256, width=128, heads=4, layers=4, context=64, batch=8)  # groups below 1 MB
 
 
 def peaks_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[dict[str, int], int]:
@@ -144,7 +145,9 @@ def peaks_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> 
     return peaks, rest
 
 
-def measured(strategy: str, sharded: bool = True, **settings: Any) -> tuple[dict[str, int], int]:
+def measured(
+    strategy: str, sharded: bool = True, sizes: Any = SIZES, **settings: Any
+) -> tuple[dict[str, int], int]:
     # The model before this one is in cycles that pass through C++: the first collection frees none of its memory. If it
     # were freed during the steps below, they would seem to take less by that much.
     while gc.collect():
@@ -153,8 +156,8 @@ def measured(strategy: str, sharded: bool = True, **settings: Any) -> tuple[dict
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model: Any = GPT(SIZES)
-    batch = [tensor.cuda() for tensor in batch_of(dist.get_rank(), SIZES)]
+        model: Any = GPT(sizes)
+    batch = [tensor.cuda() for tensor in batch_of(dist.get_rank(), sizes)]
     before += sum(each.nbytes for each in batch)
     if sharded:
         shardwise.shard_model(model, strategy=strategy, **settings)
@@ -165,15 +168,15 @@ def measured(strategy: str, sharded: bool = True, **settings: Any) -> tuple[dict
     return {phase: peak - before for phase, peak in peaks.items()}, rest - before
 
 
-def estimated(strategy: str, **settings: Any) -> dict[str, int]:
+def estimated(strategy: str, sizes: Any = SIZES, **settings: Any) -> dict[str, int]:
     with torch.device("meta"):
-        model = GPT(SIZES)
+        model = GPT(sizes)
     world = dist.get_world_size()
     (row,) = shardwise.estimate(
         model,
         world=(2, world // 2) if strategy.startswith("hybrid") else world,
         strategy=strategy,
-        batch=batch_of(0, SIZES),
+        batch=batch_of(0, sizes),
         **{"activation_checkpointing": False, **settings},
     ).rows
     return {phase: peak.num_bytes for phase, peak in row.peaks.items()}

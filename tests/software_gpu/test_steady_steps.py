@@ -50,18 +50,31 @@ def test_all_steady_steps_take_no_memory_and_wait_for_nothing(world: int, late: 
 # --- memory ---------------------------------------------------------------------------------------
 
 
+def check_estimates(found: dict[str, dict[str, float]], strategies: list[str]) -> None:
+    """To the tenth that estimate() asks to leave: a block of the allocator may have a rest of up to 1 MB."""
+    assert len(found) == 2 * len(strategies)
+    for name, phases in found.items():
+        for phase, part in phases.items():
+            assert 0.9 < part < 1.1, (name, phase, part)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategies"),
     [(2, ["zero3", "zero2", "zero1", "ddp"]), (4, ["zero3", "hybrid", "hybrid_zero2"])],
 )
 def test_estimates_are_what_the_allocator_says(world: int, strategies: list[str]) -> None:
-    """To the tenth that estimate() asks to leave: a block of the allocator may have a rest of up to 1 MB."""
     for found in run_on_gpus(world, steady_programs.peaks_against_estimates, strategies, timeout_s=400):
-        assert len(found) == 2 * len(strategies)
-        for name, phases in found.items():
-            for phase, part in phases.items():
-                assert 0.9 < part < 1.1, (name, phase, part)
+        check_estimates(found, strategies)
+
+
+def small_against_estimates(strategies: list[str]) -> dict[str, dict[str, float]]:
+    return steady_programs.peaks_against_estimates(strategies, sizes=steady_programs.SMALL)
+
+
+def test_estimates_of_small_groups_count_nothing_that_only_a_host_keeps() -> None:
+    for found in run_on_gpus(2, small_against_estimates, ["zero3", "zero2"]):
+        check_estimates(found, ["zero3", "zero2"])
 
 
 def offloaded_against_estimates(strategies: list[str]) -> dict[str, dict[str, float]]:

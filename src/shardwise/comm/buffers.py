@@ -67,6 +67,10 @@ class UnshardedBuffer:
         """Choose whether ``free`` keeps the memory, and so the addresses of all tensors in it."""
         self.keeps_memory = keep or self._always_keeps
 
+    def keep_no_small_memory(self) -> None:
+        """Let ``free`` free small memory too, as on a device."""
+        self.keeps_memory = self._always_keeps = self.is_alias
+
     def free(self) -> None:
         """Free the memory. The tensors over it stay, without contents."""
         if not self.keeps_memory:

@@ -240,6 +240,7 @@ class HostStream(CommStream):
 
     def __init__(self) -> None:
         self._spare: dict[int, list[Scratch]] = {}  # by size
+        self._most_kept = KEPT_STAGING_BYTES
 
     def acquire(self, num_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Scratch:
         """A kept buffer of this size, or a new one."""
@@ -250,10 +251,15 @@ class HostStream(CommStream):
 
     def release(self, scratch: Scratch) -> None:
         """Keep the buffer, if it is small."""
-        if scratch.num_bytes <= KEPT_STAGING_BYTES:
+        if scratch.num_bytes <= self._most_kept:
             if len(self._spare) > _MOST_SIZES:
                 self._spare.clear()
             self._spare.setdefault(scratch.num_bytes, []).append(scratch)
+
+    def keep_nothing(self) -> None:
+        """Free all buffers when they are released, as a device does."""
+        self._most_kept = -1
+        self._spare.clear()
 
 
 class HostCopies:

@@ -8,13 +8,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicators import BackendCollectives, GlooExchange, unless_alone
+from shardwise.comm.streams import HostStream
 from shardwise.dry_run.fake_model import make_fake, meta_copy, without_computation
 from shardwise.dry_run.fake_world import fake_world
 from shardwise.dry_run.memory_log import (
@@ -34,6 +35,7 @@ from shardwise.dry_run.memory_log import (
 )
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.group import ParameterGroup
+from shardwise.groups.states import SHARDED
 from shardwise.torch_compat import dtensor, tensor_impl
 
 Call = Callable[[nn.Module], Tensor]
@@ -159,6 +161,8 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
                 root.observe(step.observe)
             for _ in range(1 + keeps_after_backward):
                 step.run()
+            if not training.on_host:
+                _free_as_devices_do(groups)
             log.marks.clear()
             sent.clear()
             log.flops = log.recomputed_flops = 0
@@ -197,6 +201,17 @@ def _use_parts_of_devices(groups: Sequence[ParameterGroup]) -> None:
                 bucket.policy = replace(bucket.policy, part_bytes=int(least))
                 bucket.rebuild_flat_shard()
         group.take_stock()
+
+
+def _free_as_devices_do(groups: Sequence[ParameterGroup]) -> None:
+    """Keep no small buffers between uses, which on the host saves page faults."""
+    for group in groups:
+        for stream in (group.streams.all_gather, group.streams.reduce_scatter, group.streams.all_reduce):
+            cast(HostStream, stream).keep_nothing()
+        for unsharded in group.unsharded.buckets:
+            unsharded.buffer.keep_no_small_memory()
+            if group.unsharded.state is SHARDED:
+                unsharded.buffer.free()
 
 
 class _Rehearsal:
