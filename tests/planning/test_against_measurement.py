@@ -1,13 +1,17 @@
 """Estimates against what training on gloo holds, as bench/estimate.py measures it."""
 
 import argparse
+from functools import partial
 from itertools import product
+from typing import Any
 
 import estimate as bench
 import pytest
 import torch
+from dynamo import forget_graphs
 from harness import World
 
+import shardwise
 from shardwise.strategies.meshes import STRATEGIES
 
 SMALL = {"layers": 3, "width": 192, "heads": 4, "vocab": 64, "context": 32, "batch": 2}
@@ -70,3 +74,28 @@ def test_the_allocator_of_a_gpu() -> None:
     found = bench.on_gpu("zero3", 8, argparse.Namespace(**SIZES["25M"]))
     for phase in bench.PHASES:
         assert found["estimated"][phase] == pytest.approx(found["measured"][phase], rel=0.10), phase
+
+
+def compiled_peaks(options: argparse.Namespace) -> list[dict[str, int]]:
+    def compiled(strategy: str, checkpointing: bool) -> Any:
+        forget_graphs()
+        torch.manual_seed(0)
+        mesh = bench.mesh_of(strategy)
+        switches = {"activation_checkpointing": checkpointing, "compile": True}
+        return shardwise.shard_model(bench.GPT(options), strategy=strategy, mesh=mesh, **switches)
+
+    return [bench.held(partial(compiled, *case), options) for case in COMPILED]
+
+
+COMPILED = [*product(("zero3", "ddp"), (False, True))]
+
+
+@pytest.mark.slow
+def test_blocks_compiled_by_inductor_need_no_more(world2: World) -> None:
+    """Estimates are of the model as it is."""
+    options = argparse.Namespace(**SMALL)
+    ranks = world2.run(compiled_peaks, options, timeout=500)
+    for index, case in enumerate(COMPILED):
+        said = bench.estimated(*case, 2, options)
+        for phase in bench.PHASES:
+            assert 0.5 < max(peaks[index][phase] for peaks in ranks) / said[phase] < 1.1, (case, phase)

@@ -82,6 +82,13 @@ def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
     assert slow.utilization == pytest.approx(plain.flops / 1e9 / slow.seconds)
 
 
+def test_what_will_be_compiled_is_counted_as_it_is() -> None:
+    plain, compiled = (estimate(on_meta(), **PLAIN, compile=wanted) for wanted in (False, {"dynamic": False}))
+    assert compiled.rows == plain.rows
+    assert "counted without compile" in str(compiled)
+    assert "compile" not in str(plain)
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_the_largest_batch_is_the_last_that_fits(strategy: str) -> None:
     arguments = PLAIN | {"world": 4, "strategy": strategy, "memory": "150MB"}
@@ -427,6 +434,11 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             "activation_offloading needs activation checkpointing",
         ),
         ({"world": 8, "batch": BATCH, "activation_offloading": True, "device": "cpu"}, 'device="cuda"'),
+        (
+            {"world": 8, "batch": BATCH, "activation_offloading": True, "compile": True},
+            "not work with compile",
+        ),
+        ({"world": 8, "compile": {"backend": "nothing"}}, "torch.compile refuses compile="),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("yes", "no", "both", "offload"),
         help="activation checkpointing of each block; offload: with the blocks' inputs in host memory",
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="blocks will be compiled: counted as they are, see estimate()"
+    )
     parser.add_argument("--memory", help="what a rank has, such as 80GB or h100")
     parser.add_argument(
         "--bandwidth", help="what a rank can send in a second, such as 50GB/s: shows step times"
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                     arguments.checkpointing
                 ),
                 activation_offloading=arguments.checkpointing == "offload",
+                compile=arguments.compile,
                 mp_policy=arguments.mp,
                 offload_policy=arguments.offload,
                 optimizer=arguments.optimizer,
