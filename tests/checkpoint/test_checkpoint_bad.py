@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint import PendingSave
 from shardwise.init.loads import mark_partly_loaded, why_partly_loaded
 from shardwise.state import EMA, save_safetensors
 
@@ -662,6 +663,16 @@ def test_param_groups_that_cannot_travel_are_told_by_all_ranks(tmp_path: Path) -
 
 
 # --- a failure that nobody asks for ---------------------------------------------------------------
+
+
+def test_a_background_save_that_loses_another_rank_says_what_was_not_saved(tmp_path: Path) -> None:
+    pending = PendingSave(tmp_path / "step-1")
+    pending.run_in_thread(mock.Mock(side_effect=dist.DistBackendError("read error")))
+    text = refusal(pending.wait)
+    assert text.replace(str(tmp_path), "RUN") == (
+        "CommunicationError: RUN/step-1 was not saved: an exchange with another rank failed (read error). If "
+        "that rank has ended, see its log."
+    )
 
 
 def test_a_failure_in_the_background_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

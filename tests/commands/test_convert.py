@@ -132,6 +132,7 @@ def test_what_is_no_tensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert files_in(tmp_path / "out").keys() == {"linear.weight", "linear.bias"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(tmp_path / "step-1", Tower())
     (tmp_path / "empty").mkdir()
@@ -146,10 +147,15 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
     save_file(dict(Tower().state_dict()), model / "model.safetensors")
     (tmp_path / "torn.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1])
 
+    both = {"a": torch.ones(2), "_orig_mod.a": torch.zeros(2)}
+    save_file(both, tmp_path / "wrapped.safetensors")
+    dcp.save({"model": both}, checkpoint_id=tmp_path / "wrapped")
+
     lines = []
     for words in (
         ["step-1", "model"],
         ["step-1", "out", "--key", "ema"],
+        ["step-1", "out", "--key", ""],
         ["step-1", "out", "--key", "shardwise"],
         ["step-1", "out", "--key", "model.inlet.weight"],
         ["step-1", "step-1"],
@@ -161,6 +167,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         ["model", "out", "--key", "model", "--shard-size", "1GB", "--no-verify"],
         ["model", ".out"],
         ["torn.safetensors", "out"],
+        ["wrapped.safetensors", "out"],
+        ["wrapped", "files"],
     ):
         source, target, *options = words
         assert main(["convert", str(tmp_path / source), str(tmp_path / target), *options]) == 2
@@ -171,6 +179,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         """\
 python -m shardwise convert: TMP/model has model.safetensors in it already, and two models in one folder could be mixed up. Choose an empty folder, or delete the old files first.
 python -m shardwise convert: TMP/step-1 has no tensors at 'ema'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
+python -m shardwise convert: TMP/step-1 has no tensors at its top. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
 python -m shardwise convert: TMP/step-1 has no tensors at 'shardwise'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
 python -m shardwise convert: TMP/step-1 has no tensors at 'model.inlet.weight'. At its top are model, shardwise. Name the place of the model with --key, with dots between the keys of nested dicts.
 python -m shardwise convert: TMP/step-1 is the source; name another folder to write.
@@ -182,6 +191,8 @@ python -m shardwise convert: --dtype cannot be used with safetensors, which beco
 python -m shardwise convert: --key, --shard-size, --no-verify cannot be used with safetensors, which become a checkpoint.
 python -m shardwise convert: TMP/.out: a checkpoint needs a name that does not start with a dot.
 python -m shardwise convert: TMP/torn.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
+python -m shardwise convert: TMP/wrapped.safetensors has '_orig_mod.a' and 'a', which are both a without the prefixes of wrappers. Remove one.
+python -m shardwise convert: TMP/wrapped has 'a' and '_orig_mod.a', which are both a without the prefixes of wrappers. Remove one.
 """,
     )
     assert main(["convert", str(damaged), str(tmp_path / "out"), "--no-verify"]) == 0

@@ -203,7 +203,7 @@ def test_what_is_no_state_of_such_an_optimizer_is_refused(
             else:
                 own["base_optimizer_state"]["state"][0]["row"] = torch.ones(4)
             torch.save(saved, tmp_path / folder / name)
-    of_files = ["--no-verify", "--shard-size", "1GB"]
+    of_files = ["--key", "model", "--shard-size", "1GB"]
     for source, *options in (
         *(["factored", "--optimizer"], ["elastic", "--optimizer"], ["empty", "--optimizer"]),
         *(["factored", "--optimizer", "--dtype", "bf16"], ["factored", "--optimizer", *of_files]),
@@ -219,10 +219,48 @@ python -m shardwise convert: TMP/factored has 'row' in the optimizer's state, of
 python -m shardwise convert: TMP/elastic has no state of an optimizer as stages 1 to 3 save it, without elastic_checkpoint. Leave out --optimizer to convert the weights.
 python -m shardwise convert: --optimizer is for a folder of DeepSpeed's ZeRO, and TMP/empty is none. load_checkpoint(path, model, optimizer) reads the others as they are.
 python -m shardwise convert: --dtype cannot be used with --optimizer, which writes a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
-python -m shardwise convert: --shard-size, --no-verify cannot be used with --optimizer, which writes a checkpoint.
-python -m shardwise convert: --no-verify cannot be used with a folder of ZeRO.
+python -m shardwise convert: --key, --shard-size cannot be used with --optimizer, which writes a checkpoint.
+python -m shardwise convert: --key cannot be used with a folder of ZeRO.
 """,
     )
+
+
+@pytest.mark.parametrize("options", [[], ["--optimizer"]])
+@pytest.mark.parametrize(("stage", "file"), [(2, "optim"), (3, "optim"), (3, "model")])
+def test_files_of_two_saves_are_refused(
+    stage: int, file: str, options: list[str], tmp_path: Path, deepspeed: Any, capsys: Any
+) -> None:
+    save_zero(tmp_path / "saved", stage, deepspeed)
+    (path,) = (tmp_path / "saved").glob(f"*zero_pp_rank_1_*{file}_states.pt")
+    saved = torch.load(path, weights_only=False)
+    if file == "model":
+        saved["global_steps"] = 8
+    else:
+        of_stage = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        for group in saved["optimizer_state_dict"][of_stage]["param_groups"]:
+            group["step"] = 8
+    torch.save(saved, path)
+    assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    assert f"*_{file}_states.pt of different steps: step 7 of ranks 0, 2; step 8 of rank 1." in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--optimizer"]])
+def test_a_flipped_bit_is_found(options: list[str], tmp_path: Path, deepspeed: Any, capsys: Any) -> None:
+    save_zero(tmp_path / "saved", 2, deepspeed)
+    path = next((tmp_path / "saved").glob("*zero_pp_rank_1_*optim_states.pt"))
+    data = bytearray(path.read_bytes())
+    weights = torch.load(path, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    data[data.index(weights[0].numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), *options]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{path} is damaged" in said
+    assert "--no-verify reads it as it is" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*arguments, "--no-verify"]) == 0
 
 
 def test_without_an_optimizers_parts_the_weights_are_the_models(tmp_path: Path, deepspeed: Any) -> None:

@@ -83,7 +83,9 @@ def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
 
 
 def test_what_will_be_compiled_is_counted_as_it_is() -> None:
-    plain, compiled = (estimate(on_meta(), **PLAIN, compile=wanted) for wanted in (False, {"dynamic": False}))
+    plain, compiled = (
+        estimate(on_meta(), **PLAIN, compile=wanted) for wanted in (False, {"backend": "eager"})
+    )
     assert compiled.rows == plain.rows
     assert "counted without compile" in str(compiled)
     assert "compile" not in str(plain)
@@ -435,10 +437,16 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
         ),
         ({"world": 8, "batch": BATCH, "activation_offloading": True, "device": "cpu"}, 'device="cuda"'),
         (
-            {"world": 8, "batch": BATCH, "activation_offloading": True, "compile": True},
+            {"world": 8, "batch": BATCH, "activation_offloading": True, "compile": {"backend": "eager"}},
             "not work with compile",
         ),
         ({"world": 8, "compile": {"backend": "nothing"}}, "torch.compile refuses compile="),
+        ({"world": 8, "strategy": []}, "strategy is empty"),
+        (
+            {"world": 8, "batch": BATCH, "loss": lambda output: output},
+            r"it returned a tensor of shape \(16, 1\), not a scalar",
+        ),
+        ({"world": 8, "batch": BATCH, "loss": lambda _: 1.0}, "it returned float, not a scalar"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:

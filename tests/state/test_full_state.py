@@ -429,3 +429,13 @@ def test_memory_is_one_bucket(world4: World, shape: tuple[int, ...], dim: int) -
     assert DEPTH <= first["out"] <= DEPTH + 2.6  # what is returned, a bucket, and what is sent of it
     for peak in others:
         assert peak["out"] < 1
+
+
+@pytest.mark.parametrize("src_rank", [0, None])
+@on_ranks(2)
+def test_a_source_with_two_values_for_one_name_is_refused(src_rank: int | None) -> None:
+    model = fully_shard(nn.Linear(2, 1))
+    twice = {"weight": torch.ones(1, 2), "bias": torch.ones(1), "_orig_mod.weight": torch.zeros(1, 2)}
+    given = twice if src_rank is None or dist.get_rank() == 0 else None
+    text = refusal(load_full_state_dict, model, given, src_rank=src_rank)
+    assert "has 'weight' and '_orig_mod.weight', which are both weight without the prefixes" in text

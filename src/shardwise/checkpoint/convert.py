@@ -16,9 +16,10 @@ from shardwise.checkpoint.manifest import HAS_DIGESTS, INFO, Manifest, read_obje
 from shardwise.checkpoint.save import write
 from shardwise.checkpoint.stateful import STATES
 from shardwise.checkpoint.zero_files import ZeroFiles
-from shardwise.layout.fqns import clean, listed
+from shardwise.layout.fqns import listed
 from shardwise.layout.regions import Region
 from shardwise.ranks.agreement import RankGroup
+from shardwise.state.loading import own_name
 from shardwise.state.model_files import SHARD_BYTES, FileContents, FileJob, ModelFiles, plan_files
 
 MODEL_KEYS = ("model", "app.model", "state_dict", "module")
@@ -65,25 +66,30 @@ def to_safetensors(
 
 
 def zero_to_safetensors(
-    source: Path, directory: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD_BYTES
+    source: Path,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
 ) -> None:
     """Write the weights of a checkpoint of DeepSpeed's ZeRO: the trained ones as the optimizer has them, in
     float32, frozen ones and buffers as the model has them. Tied parameters are written once.
     """
-    files = ZeroFiles(source)
+    files = ZeroFiles(source, verify)
     _write(
         directory, files.tensors, lambda names: [files.read(name) for name in names], dtype, max_shard_bytes
     )
 
 
-def zero_to_checkpoint(source: Path, path: Path) -> None:
+def zero_to_checkpoint(source: Path, path: Path, verify: bool = True) -> None:
     """Write a checkpoint at ``path`` with the weights of a checkpoint of DeepSpeed's ZeRO, as
     ``zero_to_safetensors`` finds them, the state of its optimizer, and ``shared={"step": ...}``.
 
     They are put together in temporary files that are mapped into memory, beside ``path``.
     """
     folders.check_name("convert", path)
-    files = ZeroFiles(source)
+    files = ZeroFiles(source, verify)
     state, groups = files.optimizer_state()
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=".convert-") as folder:
@@ -128,17 +134,23 @@ def _keys_of_model(manifest: Manifest, key: str | None) -> dict[str, str]:
     for place in places:
         found = {path: at for path, at in manifest.under(*place).items() if path}
         if any(manifest.tensor(at) is not None for at in found.values()):
-            return {clean(".".join(map(str, path))): at for path, at in found.items()}
+            return _named({".".join(map(str, path)): at for path, at in found.items()}, manifest)
     if not key:
         top = {str(path[0]): at for path, at in manifest.places.items() if len(path) == 1}
         if any(manifest.tensor(at) is not None for at in top.values()):
-            return {clean(name): at for name, at in top.items()}
+            return _named(top, manifest)
     tops = sorted({str(path[0]) for path in manifest.places})
-    wanted = f"'{key}'" if key else f"its top or at any of {', '.join(MODEL_KEYS)}"
+    wanted = f"'{key}'" if key else "its top" + f" or at any of {', '.join(MODEL_KEYS)}" * (key is None)
     raise ValueError(
         f"convert: {manifest.path} has no tensors at {wanted}. At its top are {listed(tops)}. Name the place "
         "of the model with --key, with dots between the keys of nested dicts."
     )
+
+
+def _named(keys: dict[str, str], manifest: Manifest) -> dict[str, str]:
+    """``keys`` by the names that the model has, without the prefixes of wrappers."""
+    taken: dict[str, str] = {}
+    return {own_name(key, taken, f"convert: {manifest.path}"): at for key, at in keys.items()}
 
 
 def from_safetensors(source: Path, path: Path) -> None:

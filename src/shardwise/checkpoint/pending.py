@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.ranks.agreement import RankGroup
+from shardwise.ranks.failures import CommunicationError
 from shardwise.torch_compat import c10d
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ class PendingSave:
             act()
         except Exception as error:
             self._failure = type(error), str(error)
+            if self._thread is not None and c10d.is_communication_error(error):
+                lost = f"{self.path} was not saved: an exchange with another rank failed ({error}). If that "
+                self._failure = CommunicationError, lost + "rank has ended, see its log."
             if self._thread is not None:  # perhaps no one waits for it any more
                 _log.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
         except BaseException as error:

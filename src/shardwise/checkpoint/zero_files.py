@@ -17,12 +17,13 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import unsafe_names
-from shardwise.layout.fqns import clean, listed, listed_ranks
+from shardwise.layout.fqns import clean, listed, listed_ranks, ranks_by_value
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
@@ -64,16 +65,19 @@ def zero_folder(source: Path) -> Path | None:
 class ZeroFiles:
     """A checkpoint of ZeRO: ``tensors`` of the model, on the meta device, and their values."""
 
-    def __init__(self, folder: Path) -> None:
-        """Map the files into memory."""
+    def __init__(self, folder: Path, verify: bool = True) -> None:
+        """Map the files into memory. ``verify``: read each once before, to check the sums of its contents."""
         self._folder = folder
         models, optimizers = _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER)
-        self._models = [_loaded(models[rank]) for rank in sorted(models)]
+        self._models = [_loaded(models[rank], verify) for rank in sorted(models)]
         is_cut = any(path.name.startswith("zero_pp_rank_") for path in models.values())  # of stage 3
         ranks = set(range(int(self._models[0].get("dp_world_size", 1))))
         self._refuse_others("model_states", models, ranks if is_cut else {0})
         self._refuse_others("optim_states", optimizers, ranks if is_cut or optimizers else set())
-        self._parts = [_loaded(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
+        parts = {rank: _loaded(optimizers[rank], verify) for rank in sorted(optimizers)}
+        self._parts = [each["optimizer_state_dict"] for each in parts.values()]
+        self._refuse_mixed("model_states", [each.get("global_steps") for each in self._models])
+        self._refuse_mixed("optim_states", map(_steps_of, self._parts))
         self._reads: dict[str, Read] = {}
         self.tensors: dict[str, Tensor] = {}
         self._find()
@@ -93,6 +97,16 @@ class ZeroFiles:
             raise ValueError(
                 f"convert: {self._folder} has *_{kind}.pt of {listed_ranks(more)}, but {len(ranks)} ranks "
                 "saved it. Those files are of an earlier save; remove them."
+            )
+
+    def _refuse_mixed(self, kind: str, steps: Iterable[Any]) -> None:
+        """Refuse files of different saves; ``steps``: of each rank, None if its file has none."""
+        found = ranks_by_value((rank, step) for rank, step in enumerate(steps) if step is not None)
+        if len(found) > 1:
+            each = "; ".join(f"step {step:g} of {listed_ranks(ranks)}" for step, ranks in found.items())
+            raise ValueError(
+                f"convert: {self._folder} has *_{kind}.pt of different steps: {each}. Copy the files of one "
+                "save from all hosts into one folder."
             )
 
     def _find(self) -> None:
@@ -232,7 +246,21 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return ranks
 
 
-def _loaded(path: Path) -> Any:
+def _steps_of(part: Mapping[str, Any]) -> float | None:
+    """How many steps an optimizer has taken, as its part of one rank has it."""
+    saved = part.get(_OPTIMIZER_OF_STAGE_3, part.get(_OPTIMIZER_OF_STAGE_2))
+    if not isinstance(saved, Mapping):
+        return None
+    holders = [*saved.get("param_groups", ()), *saved.get("state", {}).values()]
+    return max((float(each["step"]) for each in holders if "step" in each), default=None)
+
+
+def _loaded(path: Path, verify: bool) -> Any:
+    if verify and (why := _why_damaged(path)):
+        raise ValueError(
+            f"convert: {path} is damaged: {why}. Copy it again, or convert an earlier checkpoint. "
+            "verify=False reads it as it is."
+        )
     with torch.serialization.safe_globals([(_Unread, name) for name in _CLASSES]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -242,6 +270,16 @@ def _loaded(path: Path) -> Any:
             if others:
                 why = f"making objects of {listed(others)} could run any code. Save without client_state."
             raise ValueError(f"convert: {path} cannot be read: {why}") from error
+
+
+def _why_damaged(path: Path) -> str | None:
+    """What differs from the sums that torch has saved with each part of a file."""
+    try:
+        with ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (BadZipFile, EOFError, OSError, NotImplementedError) as error:
+        return str(error)
+    return None if bad is None else f"{bad} is not what was written"
 
 
 def _stretch(parts: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:

@@ -84,8 +84,9 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
             source, target, key=arguments.key, dtype=dtype, max_shard_bytes=num_bytes, verify=verify
         )
     if source.is_dir() and (zero := zero_folder(source)) is not None:
-        _refuse_all_but(arguments, "a folder of ZeRO", "--dtype", "--shard-size")
-        zero_to_safetensors(zero, target, dtype=dtype, max_shard_bytes=num_bytes)
+        _refuse_all_but(arguments, "a folder of ZeRO", "--dtype", "--shard-size", "--no-verify")
+        verify = not arguments.no_verify
+        zero_to_safetensors(zero, target, dtype=dtype, max_shard_bytes=num_bytes, verify=verify)
         return []
     if not (source.is_file() or any(source.glob("*.safetensors"))):
         why = folders.why_not_a_checkpoint(source)
@@ -103,8 +104,8 @@ def _convert_with_optimizer(arguments: argparse.Namespace) -> None:
             f"--optimizer is for a folder of DeepSpeed's ZeRO, and {source} is none. load_checkpoint(path, "
             "model, optimizer) reads the others as they are."
         )
-    _refuse_all_but(arguments, "--optimizer, which writes a checkpoint")
-    zero_to_checkpoint(zero, arguments.target)
+    _refuse_all_but(arguments, "--optimizer, which writes a checkpoint", "--no-verify")
+    zero_to_checkpoint(zero, arguments.target, verify=not arguments.no_verify)
 
 
 def _refuse_all_but(arguments: argparse.Namespace, what: str, *allowed: str) -> None:

@@ -123,7 +123,7 @@ def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] |
                 args = fakes if isinstance(fakes, (tuple, list)) else (fakes,)
                 output = model(**fakes) if is_named else model(*args)
                 what = "loss() on the output"
-                return loss_of(output) if loss is None else loss(output)
+                return loss_of(output) if loss is None else _scalar(loss(output))
             except Exception as error:
                 first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise ValueError(
@@ -134,6 +134,15 @@ def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] |
         return call
 
     return make
+
+
+def _scalar(found: Any) -> Tensor:
+    if not (isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad):
+        what = (
+            f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        )
+        raise TypeError(f"it returned {what}, not a scalar tensor with a gradient")
+    return found
 
 
 def loss_of(output: Any) -> Tensor:

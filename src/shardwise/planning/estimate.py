@@ -230,6 +230,8 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
     if strategy is None:
         return [name for name, each in STRATEGIES.items() if len(each.roles) == 1 or len(sizes) == 2]
     names = [strategy] if isinstance(strategy, str) else list(strategy)
+    if not names:
+        raise ValueError("estimate: strategy is empty; name some, or pass None for all.")
     for name in names:
         if name not in STRATEGIES:
             raise ValueError(f"estimate: {no_strategy(str(name), STRATEGIES)} None stands for all.")

@@ -220,11 +220,27 @@ class FullSource:
 
 def by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Full values by names as models have them."""
-    values = {}
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for name, value in pairs:
         refuse_no_value(name, value)
-        values[clean(name)] = value
+        values[own_name(name, keys, "load_full_state_dict: the source")] = value
     return values
+
+
+def own_name(key: str, keys: dict[str, str], where: str) -> str:
+    """The name in the model of what ``where`` has under ``key``; ``keys``: by name, those before, to add to.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    name = clean(key)
+    if (other := keys.setdefault(name, key)) != key:
+        raise ValueError(
+            f"{where} has '{other}' and '{key}', which are both {name} without the prefixes of wrappers. "
+            "Remove one."
+        )
+    return name
 
 
 def refuse_no_value(name: Any, value: Any) -> None:
@@ -355,15 +371,18 @@ class _RowBlock:
 def _messages(pairs: Pairs, limit: int) -> Iterator[tuple[list[_RowBlock], list[Tensor | None]]]:
     """On the sending rank: what all ranks get first of each message, and the rows that fill it."""
 
+    keys: dict[str, str] = {}
+
     def items() -> Iterator[tuple[tuple[str, ShapeAndDtype, Any], int, int]]:
-        for name, value in pairs:
-            refuse_no_value(name, value)
+        for key, value in pairs:
+            refuse_no_value(key, value)
             facts = ShapeAndDtype.of(value)
+            name = own_name(key, keys, "load_full_state_dict: the source")
             if facts.shape is None:
-                yield (clean(name), facts, value), 0, 0
+                yield (name, facts, value), 0, 0
             else:
                 rows = value.detach() if facts.shape else value.detach().view(1)
-                yield (clean(name), facts, rows), len(rows), prod(rows.shape[1:]) * value.itemsize
+                yield (name, facts, rows), len(rows), prod(rows.shape[1:]) * value.itemsize
 
     for message in in_messages(items(), limit):
         blocks: list[_RowBlock] = []

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from shardwise.arguments import check_bytes, check_floating, check_type
 from shardwise.comm.full_tensors import batches, gather_full
-from shardwise.layout.fqns import clean, listed
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis
 from shardwise.layout.regions import Region
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitored
 from shardwise.ranks.model_ranks import axes_of_model, device_of_model, gather_from_all, is_first, own_rank
-from shardwise.state.loading import FullSource, ShapeAndDtype
+from shardwise.state.loading import FullSource, ShapeAndDtype, own_name
 from shardwise.state.named_state import check_at_rest, each_once, entries_of
 
 INDEX = "model.safetensors.index.json"
@@ -69,10 +69,11 @@ class ModelFiles(FullSource):
         self._safetensors = import_safetensors()
         self._stack = stack
         self._slices: dict[str, tuple[Path, Any]] = {}
+        self._keys: dict[str, str] = {}  # as the files have them
         for path, expected in _files_of(source).items():
-            self._open(path, expected)
+            self._open(path, expected, source)
 
-    def _open(self, path: Path, expected: list[str] | None) -> None:
+    def _open(self, path: Path, expected: list[str] | None, source: Paths) -> None:
         try:
             file: Any = self._stack.enter_context(self._safetensors.safe_open(path, framework="pt"))
         except FileNotFoundError:
@@ -88,7 +89,7 @@ class ModelFiles(FullSource):
         if lost := [name for name in expected or () if name not in there]:
             raise RuntimeError(f"{path} lacks {', '.join(lost[:4])}, contrary to the index.")
         for key in there if expected is None else expected:
-            piece, name = file.get_slice(key), clean(key)
+            piece, name = file.get_slice(key), own_name(key, self._keys, str(source))
             if (dtype := piece.get_dtype()) not in DTYPES:
                 raise RuntimeError(f"{path}: {key} has the dtype {dtype}, which torch does not have.")
             self._slices[name] = path, piece
