@@ -80,7 +80,7 @@ def assert_fits(world: World, choice: Choice) -> None:
         (2, "36MB", "zero3, blocks.2 ... blocks.5 kept until backward"),
         (4, "60MB", "hybrid_zero2"),
         (4, "36MB", "hybrid, blocks.2 ... blocks.5 kept until backward"),
-        (4, "31.5MB", "zero2"),
+        (4, "32MB", "zero2"),
         (4, "28MB", "zero3, blocks.2 ... blocks.5 kept until backward"),
     ],
     indirect=["world"],
