@@ -536,7 +536,9 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
 
-        The event is used once. Call it on the root module.
+        The event is used once. Call it on the root module. If other code reads or changes the shards before
+        that forward, such as ``full_state_dict``, ``EMA.swap`` or a load, it must wait for the event itself;
+        after a change, pass an event that is recorded behind the change.
 
         Args:
             event: of the mesh's device, recorded after the optimizer step. On a CPU mesh it does nothing and
