@@ -95,7 +95,8 @@ class FSDPModule:
 
         The module shows full parameters until its forward has used them, or until :meth:`reshard`. They take
         the memory of the whole group in its compute dtype. Collective: costs one all-gather of the group,
-        which all ranks of the mesh must enter in the same order.
+        which all ranks of the mesh must enter in the same order. On a device, the first pass of all may also
+        move shards, on the current stream: begin it on the stream that runs forward, or have that one wait.
 
         Args:
             async_op: True returns while the all-gather runs; the next forward waits for it, or the handle
