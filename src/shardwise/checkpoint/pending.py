@@ -59,11 +59,12 @@ class PendingSave:
             act()
         except Exception as error:
             self._failure = type(error), str(error)
-            if self._thread is not None and c10d.is_communication_error(error):
-                lost = f"{self.path} was not saved: an exchange with another rank failed ({error}). If that "
-                self._failure = CommunicationError, lost + "rank has ended, see its log."
-            if self._thread is not None:  # perhaps no one waits for it any more
+            if self._thread is not None:
+                # Perhaps no one waits for it any more.
                 _log.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
+                if c10d.is_communication_error(error):
+                    text = f"{self.path} was not saved: an exchange with another rank failed ({error})."
+                    self._failure = CommunicationError, f"{text} If that rank has ended, see its log."
         except BaseException as error:
             self._failure = RuntimeError, f"{self.path} was not saved: interrupted by {type(error).__name__}"
             self._was_told = True

@@ -74,9 +74,9 @@ class ZeroFiles:
         ranks = set(range(int(self._models[0].get("dp_world_size", 1))))
         self._refuse_others("model_states", models, ranks if is_cut else {0})
         self._refuse_others("optim_states", optimizers, ranks if is_cut or optimizers else set())
-        parts = {rank: _loaded(optimizers[rank], verify) for rank in sorted(optimizers)}
-        self._parts = [each["optimizer_state_dict"] for each in parts.values()]
-        self._refuse_mixed("model_states", [each.get("global_steps") for each in self._models])
+        saved = [_loaded(optimizers[rank], verify) for rank in sorted(optimizers)]
+        self._parts = [each["optimizer_state_dict"] for each in saved]
+        self._refuse_mixed("model_states", (each.get("global_steps") for each in self._models))
         self._refuse_mixed("optim_states", map(_steps_of, self._parts))
         self._reads: dict[str, Read] = {}
         self.tensors: dict[str, Tensor] = {}

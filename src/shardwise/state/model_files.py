@@ -69,11 +69,11 @@ class ModelFiles(FullSource):
         self._safetensors = import_safetensors()
         self._stack = stack
         self._slices: dict[str, tuple[Path, Any]] = {}
-        self._keys: dict[str, str] = {}  # as the files have them
+        own = partial(own_name, keys={}, where=str(source))
         for path, expected in _files_of(source).items():
-            self._open(path, expected, source)
+            self._open(path, expected, own)
 
-    def _open(self, path: Path, expected: list[str] | None, source: Paths) -> None:
+    def _open(self, path: Path, expected: list[str] | None, own: Callable[[str], str]) -> None:
         try:
             file: Any = self._stack.enter_context(self._safetensors.safe_open(path, framework="pt"))
         except FileNotFoundError:
@@ -89,7 +89,7 @@ class ModelFiles(FullSource):
         if lost := [name for name in expected or () if name not in there]:
             raise RuntimeError(f"{path} lacks {', '.join(lost[:4])}, contrary to the index.")
         for key in there if expected is None else expected:
-            piece, name = file.get_slice(key), own_name(key, self._keys, str(source))
+            piece, name = file.get_slice(key), own(key)
             if (dtype := piece.get_dtype()) not in DTYPES:
                 raise RuntimeError(f"{path}: {key} has the dtype {dtype}, which torch does not have.")
             self._slices[name] = path, piece
