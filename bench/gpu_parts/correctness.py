@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from one_device.groups import CloneWorld, ThreadWorld
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
 from gpu_parts.plan import Item, Options, Row, Skipped
+from shardwise.comm import streams
 
 CLONES = 8
 MISSING_WAITS = (("wait_event", "gather"), ("wait_stream", "compute"))
@@ -335,16 +337,19 @@ def assert_close(got: Trained, expected: Trained, tolerance: float, what: str) -
 
 
 @contextmanager
-def without_waits(*names: str) -> Iterator[None]:
-    """Inside, streams of CUDA do not wait for each other where the library asks them to in Python."""
-    kept = {name: getattr(torch.cuda.Stream, name) for name in names}
-    for name in names:
-        setattr(torch.cuda.Stream, name, lambda self, other: None)
-    try:
+def without_wait(name: str) -> Iterator[None]:
+    """Inside, streams of CUDA do not wait for each other where the library asks them to in Python.
+
+    Its own streams record and wait by methods of torch.Stream, in C, which cannot be replaced; so they use
+    those of torch.cuda as well.
+    """
+    kind, method = {"wait_event": (torch.cuda.Event, "wait"), "wait_stream": (torch.cuda.Stream, name)}[name]
+    in_python = (torch.cuda.Stream.record_event, lambda stream, other: stream.wait_stream(other))
+    with (
+        patch.object(streams, "ordering_of", lambda _: in_python),
+        patch.object(kind, method, lambda *_: None),
+    ):
         yield
-    finally:
-        for name, method in kept.items():
-            setattr(torch.cuda.Stream, name, method)
 
 
 def check_that_a_missing_wait_is_seen(missing: str, lane: str, name: str = "direct") -> Row:
@@ -354,7 +359,7 @@ def check_that_a_missing_wait_is_seen(missing: str, lane: str, name: str = "dire
         AssertionError: nothing was noticed.
     """
     expected = in_clones(name, "cuda", Lanes(reuses=True))
-    with without_waits(missing):
+    with without_wait(missing):
         broken = in_clones(name, "cuda", Lanes(lane, reuses=True))
     try:
         assert_finite(broken, name)
