@@ -15,7 +15,6 @@ experts are. A bucket knows *how*; its group knows whether and when.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -82,14 +81,21 @@ class Bucket:
         return shards
 
     def lay_out(self, device: torch.device) -> None:
-        """Plan buffers and collectives for the current parameters; the flat shard is not filled yet."""
+        """Plan for the current parameters, and make a flat shard, which is not filled yet."""
+        self._plan()
+        self._make_flat_shard(device)
+
+    def _make_flat_shard(self, device: torch.device) -> None:
+        is_pinned = self.storage.is_pinned and device.type == "cpu"
+        self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
+
+    def _plan(self) -> None:
+        """Plan buffers and collectives for the current parameters."""
         axis = self.communication.options.post_forward_axis
         forms = [self._dtypes(form) for form in ("stored", "computed", "reduced", "kept")]
         own, few = self.mesh.shard_axis.world, None if axis is None else axis.world
         layouts = {each: self._layout(each, own, few) for each in dict.fromkeys(forms)}  # equal ones once
         self.stored, self.computed, self.reduced, self.kept = map(layouts.__getitem__, forms)
-        is_pinned = self.storage.is_pinned and device.type == "cpu"
-        self.flat_shard = FlatShard(self.stored, self.mesh.shard_axis.rank, device, is_pinned=is_pinned)
         self.sharded_gradients = ShardedGradients(self.params, self.kept, self.mesh.shard_axis.rank)
         before: BucketReduction | None = getattr(self, "reduction", None)
         self.reduction = BucketReduction(
@@ -162,20 +168,24 @@ class Bucket:
         if has_new_dtype or self.flat_shard.bytes.device != self.storage.device:
             for param in self.params:
                 param.adopt_dtype()
-        elif all(map(is_, locals_, self.flat_shard.views)):
+        elif self.flat_shard.holds(locals_):
             return False
         self.rebuild_flat_shard()
         return True
 
     @torch.no_grad()
     def rebuild_flat_shard(self) -> None:
-        """Lay out a new flat shard, and copy all shards into it."""
+        """Lay out the bucket again; copy all shards into a new flat shard, if they do not lie as planned."""
         if any(param.sharded.is_meta for param in self.params):
             self.lay_out(torch.device("meta"))
             return
         locals_ = [dtensor.local_tensor(param.sharded) for param in self.params]
+        before: FlatShard | None = getattr(self, "flat_shard", None)
         with torch.inference_mode(False):
-            self.lay_out(self.storage.device)
+            self._plan()
+            if before is not None and before.layout == self.stored and before.holds(locals_):
+                return
+            self._make_flat_shard(self.storage.device)
             self.flat_shard.fill(locals_)
         for param, view in zip(self.params, self.flat_shard.views, strict=True):
             param.rebase(view)

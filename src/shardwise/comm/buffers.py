@@ -12,7 +12,7 @@ Buffers of bytes; each parameter sees its own range in its own dtype. What may b
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from operator import sub
+from operator import is_, sub
 
 import torch
 from torch import Tensor
@@ -26,8 +26,13 @@ class FlatShard:
     """This rank's shards of a bucket's parameters, back to back in one buffer."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, is_pinned: bool = False) -> None:
+        self.layout = layout
         self.bytes = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.views = [with_own_storage(view) for view in LocalViews(layout, rank).of(self.bytes)]
+
+    def holds(self, locals_: Sequence[Tensor]) -> bool:
+        """True if these are the local tensors of its parameters."""
+        return len(locals_) == len(self.views) and all(map(is_, locals_, self.views))
 
     def fill(self, locals_: Sequence[Tensor]) -> None:
         """Copy the local tensors, one for each parameter, into the buffer."""

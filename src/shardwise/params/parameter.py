@@ -180,6 +180,7 @@ class Param:
         """The sharded parameter over ``local``; nothing is registered yet."""
         original = self.sharded
         sharded = dtensor.make_parameter(local, self._spec, original.requires_grad)
+        dtensor.set_local_tensor(sharded, local)  # itself: nn.Parameter has detached it
         vars(sharded).update(self.attributes)
         self._set_gradient_dtype(sharded)
         return sharded
