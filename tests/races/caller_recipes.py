@@ -35,7 +35,7 @@ from races.scenarios import (
     training,
 )
 from races.simulation import Simulation
-from shardwise import CommPolicy, CPUOffloadPolicy
+from shardwise import CommPolicy, CPUOffloadPolicy, FSDPModule
 from shardwise.optim import FlatOptimizer
 from shardwise.policies import LowPrecisionReduction, QuantizedAllGather, QuantizedReduction
 from shardwise.strategies import register_comm_hook
@@ -278,14 +278,37 @@ def edits_before_backward(_: Simulation) -> Step:
     return step
 
 
+def assign_anew(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+
+
 @scenario("shards assigned anew")
 def assigned(_: Simulation) -> Step:
     model = tower()
 
     def step() -> nn.Module:
-        for module in model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(param.detach().clone()))
+        assign_anew(model)
+        forward_backward(model)
+        model.zero_grad()
+        return model
+
+    return step
+
+
+@scenario("unshard on a side stream, of shards assigned anew", stream_synchronize=4, copy_to_the_host=1)
+def assigned_and_unsharded(simulation: Simulation) -> Step:
+    model = tower()
+    side = simulation.stream("of the caller")
+
+    def step() -> nn.Module:
+        assign_anew(model)
+        side.wait_stream(simulation.device.computing)
+        with side:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard(async_op=True)
         forward_backward(model)
         model.zero_grad()
         return model

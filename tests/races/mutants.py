@@ -38,6 +38,8 @@ def _mutants(operation: str, *rows: tuple[str, str, str]) -> list[Mutant]:
 
 
 _ADVANCE = ("Reduction.advance", "Reduction.close")
+_FORWARD = ("Root.wait_for_optimizer", "ForwardPass.begin")
+_INFERENCE = ("Root.wait_for_optimizer", "begin_inference")
 _HOOK = ("Reduction._start_stage.<locals>.finish", "Reduction.advance")
 _SEND = ("Reduction.send", "Gradients._send")
 _SEND_ALL = ("Reduction.send", "Gradients.reduce")
@@ -74,14 +76,14 @@ MUTANTS = [
     ),
     *_mutants(
         "wait_event",
-        ("ForwardPass.begin", "_pass_of_call", "optimizer on a side stream"),
+        (*_FORWARD, "optimizer on a side stream"),
         (
             "UnshardedGroups.reshard_stale",
             "ForwardPass._drop_kept",
             "optimizer of nobody's on a side stream, kept after backward",
         ),
-        ("Root.hand_over", "unsharded", "optimizer on a side stream, summon"),
-        ("begin_inference", "inference", "optimizer on a side stream, inference"),
+        ("Root.make_compute_wait_for_optimizer", "Root.hand_over", "optimizer on a side stream, summon"),
+        (*_INFERENCE, "optimizer on a side stream, inference"),
         (*_ADVANCE, "offload"),
         ("Reduction.release_part", "Reduction.release_parts", "extension: bytes and scales"),
         ("Reduction.release_part", "ReductionQueue._limit", "checkpointing"),
@@ -92,20 +94,24 @@ MUTANTS = [
     *_mutants(
         "wait_stream",
         ("BackwardPass.begin", "graph_task", "edits between forward and backward"),
-        ("ForwardPass.begin", "_pass_of_call", "custom collectives"),
+        (*_FORWARD, "custom collectives"),
         (*_HOOK, "hook on its own stream"),
         (*_SEND, "checkpointing"),
         (*_SEND_ALL, "extension: bytes and scales"),
-        ("Root.unshard", "FSDPModule.unshard", "unshard by hand"),
+        ("Root.wait_for_optimizer", "Root.unshard", "unshard by hand"),
         (*_FREE, "custom collectives"),
         ("ParameterGroup._prepare_unshard", "Unsharded.unshard", "shards assigned anew"),
-        ("begin_inference", "inference", "inference"),
+        (*_INFERENCE, "inference"),
     ),
     *_mutants("event.synchronize", ("Reduction.finish", "BucketReduction.accumulate", "offload")),
     *_mutants(
         "event.synchronize",
         (*_HOST_WRITES_SOON, "offload, edits between passes"),
         (*_HOST_WRITES, "offload, edits after a backward that did not reach all"),
+    ),
+    *_mutants(
+        "stream.synchronize",
+        ("Root.unshard", "FSDPModule.unshard", "unshard on a side stream, of shards assigned anew"),
     ),
     *_mutants("enter", (*_COPY_IN, "offload, edits between passes")),
     *_mutants("record_event", (*_COPY_IN, "offload, edits between passes")),

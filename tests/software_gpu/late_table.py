@@ -13,7 +13,7 @@ from software_gpu.late_recipes import Case
 FOUND_BY = {
     "enter < Unsharded.make < ParameterGroup._prepare_unshard": 2,
     "enter < Reduction.send < Gradients.reduce": 2,
-    "wait_event < ForwardPass.begin < _pass_of_call": 2,
+    "wait_event < Root.wait_for_optimizer < ForwardPass.begin": 2,
     # The copying stream must get ahead of the all-gather that has not used what was copied: where all is late, the host
     # has the copies done in order.
     "wait_event < Root.let_host_write < ForwardPass.end": 2,
@@ -45,11 +45,11 @@ _HANDED_OVER = (
     "reductions that it waits for; in `races` it waits for what has made this gradient"
 )
 UNSEEN = {
-    "wait_stream < Root.unshard < FSDPModule.unshard": (
+    "wait_stream < Root.wait_for_optimizer < Root.unshard": (
         "the forward that follows compares what was gathered with the shards, and gathers again: without this "
         "comparison (`UnshardedGroups._reshard_changed`) its output is wrong under schedules 1 and 2"
     ),
-    "wait_stream < begin_inference < inference": (
+    "wait_stream < Root.wait_for_optimizer < begin_inference": (
         "the host has waited for the stream of the optimizer: ranks agree to enter by a collective whose answer it reads "
         "(`contexts._agreed`), which is left out on the back end of `races`"
     ),

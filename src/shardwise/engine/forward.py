@@ -80,6 +80,8 @@ class ForwardPass:
         if streams.are_device_streams:
             if captured := is_captured(root.device):
                 root.lazy_init.refuse_capture()
+            if captured is not held.is_captured:
+                root.post_optim_event = None  # from the other side of a capture, before which work is over
             held.begin_captured(captured, streams)
         streams.are_labelled = autograd.profiler_is_on()
         if torch.is_grad_enabled():
@@ -98,9 +100,9 @@ class ForwardPass:
         if root.ranks_run_alike:
             held.is_mid_accumulation = False
         held.awaits_backward = True
-        event, root.post_optim_event = root.post_optim_event, None
         if streams.are_device_streams:
-            streams.wait_for_optimizer(event)
+            root.wait_for_optimizer()
+        root.post_optim_event = None
         root.prefetch.forward_order.rewind()
 
     def _wait_for_unused(self) -> None:

@@ -65,7 +65,7 @@ class LazyInit:
                 "after a change of settings: it makes streams and process groups, and ranks compare their "
                 "plans. Run two or three iterations before the capture, on a side stream."
             )
-        self._make_streams()
+        self.make_streams()
         channel = 0
         for group in self._groups:
             group.attach(self.streams)
@@ -94,13 +94,14 @@ class LazyInit:
 
     def share_streams(self, others: "Sequence[LazyInit]") -> None:
         """Communicate on the same streams as ``others``."""
-        self._make_streams()
+        self.make_streams()
         for other in others:
             other.streams = self.streams
             for group in other._groups if other.is_complete else ():
                 group.attach(self.streams)
 
-    def _make_streams(self) -> None:
+    def make_streams(self) -> None:
+        """Make the streams, if there are none yet."""
         if not hasattr(self, "streams"):
             self.streams = CommStreams(self._device)
 

@@ -1,6 +1,6 @@
 """The state on a sharded module: its parameter group, and the root that drives it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,7 +98,14 @@ def module_states_at_rest(caller: str, model: Any) -> list[ModuleState]:
     for module_state in module_states:
         module_state.root.refuse_at_work(caller, module_state.group)
         module_state.group.refuse_if_summoned(caller)
+    compute_after_optimizer(module_states)
     return module_states
+
+
+def compute_after_optimizer(module_states: Iterable[ModuleState]) -> None:
+    """Let what is now computed from the shards wait for the optimizer: see ``set_post_optim_event``."""
+    for root in {module_state.root for module_state in module_states}:
+        root.make_compute_wait_for_optimizer()
 
 
 def module_states_of(caller: str, modules: Any) -> list[ModuleState]:

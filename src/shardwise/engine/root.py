@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.comm.streams import nothing
+from shardwise.comm.streams import current_stream, nothing
 from shardwise.engine.calls import Call, CallStack, Outcome
 from shardwise.engine.finalization import Finalization, GradientReductionHandle
 from shardwise.engine.lazy_init import LazyInit
@@ -100,7 +100,9 @@ class Root:
         self.backward: Any = None
         self.created_nodes: Any = None  # by backwards with create_graph=True; see backward.py
         self.monitor: Any = None  # of this rank's failures, from the first pass on
-        self.post_optim_event: Any = None  # of the device's module; the waiter clears it
+        self.post_optim_event: Any = None
+        """Behind the optimizer's step, until a forward has waited for it: ``set_post_optim_event``."""
+        self._versions_at_event: list[list[int]] = []
         self._incomplete: list[Param] = []  # whose unreduced sums lack microbatches: a backward failed
 
     # --- the tree ---------------------------------------------------------------------------------
@@ -260,13 +262,37 @@ class Root:
     def unshard(self, group: ParameterGroup) -> None:
         """Begin to unshard ``group`` until forward has used it, or ``reshard``."""
         held = self.unsharded_groups
+        may_move = not self.lazy_init.is_complete or not group.shards.are_untouched(())
         self.ensure_ready()
-        # The next forward waits for the event as well.
-        self.lazy_init.streams.wait_for_optimizer(self.post_optim_event)
+        self.wait_for_optimizer()
         if group.unsharded.state is PARTLY:
             held.reshard(group)
         held.reshard_stale([group], self.post_optim_event)
         held.unshard(group, CALLER)
+        if may_move and self.lazy_init.streams.are_device_streams:
+            # Shards may have been moved on a stream for which no other one waits.
+            current_stream(self.device).synchronize()
+
+    def expect(self, event: Any) -> None:
+        """The optimizer's step ends with ``event``."""
+        self.post_optim_event = event
+        self._versions_at_event = self._versions()
+
+    def _versions(self) -> list[list[int]]:
+        return [group.shards.versions() for group in self.groups]
+
+    def wait_for_optimizer(self) -> None:
+        """Order all-gathers behind what wrote the shards: the event, if that was the optimizer alone."""
+        streams, event = self.lazy_init.streams, self.post_optim_event
+        streams.wait_for_optimizer(event)
+        if event is not None and self._versions() != self._versions_at_event:
+            streams.wait_for_optimizer()
+
+    def make_compute_wait_for_optimizer(self) -> None:
+        """Order what is computed from the shards between passes behind the event, if there is one."""
+        if self.post_optim_event is not None:
+            self.lazy_init.make_streams()
+            self.lazy_init.streams.make_compute_wait_for(self.post_optim_event)
 
     def reshard(self, group: ParameterGroup) -> None:
         """Reshard ``group`` now."""
@@ -293,11 +319,8 @@ class Root:
         if not self.ranks_run_alike:
             raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
         self.ensure_ready()
-        streams = self.lazy_init.streams
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            streams.make_compute_wait_for(event)  # work after it is the caller's
-        streams.all_gather.wait_for_compute()
+        self.make_compute_wait_for_optimizer()
+        self.lazy_init.streams.all_gather.wait_for_compute()
         self.unsharded_groups.reshard(group)
 
     def let_host_write(self) -> None:

@@ -158,7 +158,7 @@ def begin_inference(root: Root, groups: Sequence[ParameterGroup], budget: float)
         if taken + group.unsharded.num_bytes <= budget:
             kept.append(group)
             taken += group.unsharded.num_bytes
-    root.lazy_init.streams.wait_for_optimizer(root.post_optim_event)
+    root.wait_for_optimizer()
     for group in root.groups:
         root.unsharded_groups.reshard(group)  # a group kept from before may be stale
     for group in kept:

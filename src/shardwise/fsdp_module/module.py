@@ -95,8 +95,7 @@ class FSDPModule:
 
         The module shows full parameters until its forward has used them, or until :meth:`reshard`. They take
         the memory of the whole group in its compute dtype. Collective: costs one all-gather of the group,
-        which all ranks of the mesh must enter in the same order. On a device, the first pass of all may also
-        move shards, on the current stream: begin it on the stream that runs forward, or have that one wait.
+        which all ranks of the mesh must enter in the same order.
 
         Args:
             async_op: True returns while the all-gather runs; the next forward waits for it, or the handle
@@ -537,9 +536,9 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Have the all-gathers of the next forward wait only for ``event``, not for the whole compute stream.
 
-        The event is used once. Call it on the root module. If other code reads or changes the shards before
-        that forward, such as ``full_state_dict``, ``EMA.swap`` or a load, it must wait for the event itself;
-        after a change, pass an event that is recorded behind the change.
+        The event is used once. Call it on the root module. Saves, loads, ``full_state_dict`` and ``EMA`` wait
+        for it on the current stream; other code that reads or changes the shards before that forward must
+        wait itself. If shards were changed, forward waits for the whole compute stream as well.
 
         Args:
             event: of the mesh's device, recorded after the optimizer step. On a CPU mesh it does nothing and
@@ -560,7 +559,7 @@ class FSDPModule:
         if event is not None or has_streams(device):
             why = "all-gathers would not wait for the optimizer"
             check_of_device("set_post_optim_event", "Event", event, device, why)
-        module_state.root.post_optim_event = event
+        module_state.root.expect(event)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept FSDP2's hint about the last backward before the optimizer step; it changes nothing.

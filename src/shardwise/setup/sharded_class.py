@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.module_state import module_state_of, sharded_module_states
+from shardwise.engine.module_state import compute_after_optimizer, module_state_of, sharded_module_states
 from shardwise.fsdp_module import FSDPModule
 from shardwise.layout.fqns import uncompiled
 from shardwise.setup.deepcopy import fill_copies, prepare_memo
@@ -111,6 +111,7 @@ def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
     module_states = sharded_module_states(self) if is_outermost else []
     for module_state in module_states:
         module_state.group.refuse_if_summoned("copy.deepcopy")
+    compute_after_optimizer(module_states)
     shown = [module_state.group for module_state in module_states if module_state.group.unsharded.is_shown]
     for group in shown:
         group.unsharded.hide()  # the copy is not unsharded

@@ -22,7 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.engine.module_state import module_states_at_rest
+from shardwise.engine.module_state import (
+    compute_after_optimizer,
+    module_states_at_rest,
+    sharded_module_states,
+)
 from shardwise.init.loads import refuse_meta, why_partly_loaded
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.whole_parameters import WholeParameters
@@ -67,6 +71,7 @@ class StateEntry:
 
 def entries_of(model: nn.Module) -> dict[str, StateEntry]:
     """The entries of ``model.state_dict()``, as modules and their hooks make it, by name."""
+    compute_after_optimizer(sharded_module_states(model))
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict(keep_vars=True)
     return {canonical(key, model): StateEntry(key, value, id(value) in own) for key, value in state.items()}

@@ -1,0 +1,270 @@
+"""While the optimizer runs on a side stream, behind which all-gathers wait by its event, others use the shards too."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard
+from shardwise.checkpoint import load_checkpoint, save_checkpoint
+from shardwise.state import EMA, full_state_dict, iter_full_parameters
+from software_gpu.launch import run_on_gpus
+from software_gpu.training import join
+
+LR, WIDTH, TOLERANCE = 3.0, 32, 1e-9
+Values = dict[str, Tensor]
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+
+
+def batch() -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def weights_after_a_step() -> Values:
+    model = plain_model()
+    loss_of(model, batch()).backward()
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def loss_with(weights: Values) -> Values:
+    return {
+        "loss": loss_of(lambda x: torch.func.functional_call(plain_model(), weights, x), batch()).detach()
+    }  # type: ignore[arg-type]
+
+
+def full(model: nn.Module) -> Values:
+    gathered = {name: param.detach() for name, param in model.named_parameters()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in gathered.items()
+    }
+
+
+class Sharded:
+    """After a step whose optimizer has not run yet, on ``side``."""
+
+    def __init__(self) -> None:
+        self.model: Any = plain_model().cuda()
+        for block in self.model:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.x, self.side = batch().cuda(), torch.cuda.Stream()
+        self.ema = EMA(self.model, decay=0.5)
+        self.other = {
+            name: torch.full_like(value, 0.01).cuda() for name, value in plain_model().state_dict().items()
+        }
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        torch.cuda.synchronize()
+        loss_of(self.model, self.x).backward()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            optimizer.step()
+        self.model.set_post_optim_event(self.side.record_event())
+        optimizer.zero_grad()
+
+    def loss(self) -> Values:
+        with torch.no_grad():
+            return {"loss": loss_of(self.model, self.x)}
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.side)
+
+
+def forward(run: Sharded, _: Path) -> Values:
+    return run.loss()
+
+
+def full_state(run: Sharded, _: Path) -> Values:
+    return full_state_dict(run.model, cpu=False, rank0_only=False)
+
+
+def one_by_one(run: Sharded, _: Path) -> Values:
+    return {name: value.clone() for name, value in iter_full_parameters(run.model)}
+
+
+def copied(run: Sharded, _: Path) -> Values:
+    return full(copy.deepcopy(run.model))
+
+
+def saved(run: Sharded, folder: Path) -> Values:
+    save_checkpoint(folder, run.model)
+    run.model.load_state_dict(run.other)
+    load_checkpoint(folder, run.model)
+    return full(run.model)
+
+
+def averaged(run: Sharded, _: Path) -> Values:
+    run.ema.update()
+    with run.ema.swap():
+        return full(run.model)
+
+
+def averages_run(run: Sharded, _: Path) -> Values:
+    run.ema.update()
+    with run.ema.swap():
+        return run.loss()
+
+
+def loaded(run: Sharded, _: Path) -> Values:
+    run.join()
+    run.model.load_state_dict(run.other)
+    return run.loss()
+
+
+def halved(run: Sharded, _: Path) -> Values:
+    run.join()
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.mul_(0.5)
+    return run.loss()
+
+
+def expected() -> dict[Callable[[Sharded, Path], Values], Values]:
+    new, before = (
+        weights_after_a_step(),
+        {name: param.detach() for name, param in plain_model().named_parameters()},
+    )
+    average = {name: (new[name] + before[name]) / 2 for name in new}
+    half = {name: value / 2 for name, value in new.items()}
+    other = {name: torch.full_like(value, 0.01) for name, value in new.items()}
+    return {
+        forward: loss_with(new),
+        full_state: new,
+        one_by_one: new,
+        copied: new,
+        saved: new,
+        averaged: average,
+        averages_run: loss_with(average),
+        loaded: loss_with(other),
+        halved: loss_with(half),
+    }
+
+
+def wrong_ones(folder: Path) -> list[str]:
+    """What others got that is not of the weights that plain torch has."""
+    join()
+    found = []
+    for act, values in expected().items():
+        got = act(Sharded(), folder / act.__name__)
+        torch.cuda.synchronize()
+        for name, value in values.items():
+            off = (got[name].cpu() - value).abs().max().item()
+            if not off <= TOLERANCE:
+                found.append(f"{act.__name__}: {name} is off by {off:.1e}")
+                break
+    return found
+
+
+@pytest.mark.parametrize(
+    "late", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_all_wait_for_the_optimizer_and_forward_for_later_changes(late: int, tmp_path: Path) -> None:
+    assert run_on_gpus(2, wrong_ones, tmp_path, late=late) == [[]] * 2
+
+
+# --- a first unshard on a side stream -------------------------------------------------------------------
+
+
+def losses_after_an_early_unshard() -> list[float]:
+    join()
+    model: Any = plain_model().cuda()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    x, side = batch().cuda(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for block in model:
+            block.unshard(async_op=True)
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(2):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_first_unshard_may_be_on_a_side_stream() -> None:
+    before, after = (
+        loss_with(weights)["loss"].item()
+        for weights in (dict(plain_model().named_parameters()), weights_after_a_step())
+    )
+    for losses in run_on_gpus(2, losses_after_an_early_unshard, late=1):
+        assert losses == pytest.approx([before, after], rel=1e-9)
+
+
+# --- an iteration as a CUDA graph -----------------------------------------------------------------------
+
+GRAPH_LR = 0.5
+
+
+def losses_with_a_graph() -> list[float]:
+    """Two iterations, then a graph with events is captured and launched twice, then two more without it."""
+    join()
+    model: Any = plain_model().cuda()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    x, side, warm = batch().cuda(), torch.cuda.Stream(), torch.cuda.Stream()
+    optimizer = torch.optim.SGD(model.parameters(), lr=GRAPH_LR)
+
+    def step() -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            optimizer.step()
+        model.set_post_optim_event(side.record_event())
+        optimizer.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+        return loss.detach()
+
+    losses = []
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for _ in range(2):
+            losses.append(step().clone())
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        graph.replay()
+        losses.append(captured.clone())
+    for _ in range(2):
+        losses.append(step().clone())
+    return [loss.item() for loss in losses]
+
+
+def plain_losses(steps: int) -> list[float]:
+    model = plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=GRAPH_LR)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model, batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_an_event_from_the_other_side_of_a_capture_is_not_waited_for() -> None:
+    for losses in run_on_gpus(2, losses_with_a_graph):
+        assert losses == pytest.approx(plain_losses(6), rel=1e-9)
