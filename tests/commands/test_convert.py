@@ -147,6 +147,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
     save_file(dict(Tower().state_dict()), model / "model.safetensors")
     (tmp_path / "torn.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1])
 
+    save_file({}, tmp_path / "nothing.safetensors")
     both = {"a": torch.ones(2), "_orig_mod.a": torch.zeros(2)}
     save_file(both, tmp_path / "wrapped.safetensors")
     dcp.save({"model": both}, checkpoint_id=tmp_path / "wrapped")
@@ -166,6 +167,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
         ["model", "out", "--dtype", "bf16"],
         ["model", "out", "--key", "model", "--shard-size", "1GB", "--no-verify"],
         ["model", ".out"],
+        ["model", "step-1"],
+        ["nothing.safetensors", "out"],
         ["torn.safetensors", "out"],
         ["wrapped.safetensors", "out"],
         ["wrapped", "files"],
@@ -190,6 +193,8 @@ python -m shardwise convert: TMP/nowhere holds no safetensors and is not a check
 python -m shardwise convert: --dtype cannot be used with safetensors, which become a checkpoint. load_checkpoint can convert dtypes (convert_dtype=True).
 python -m shardwise convert: --key, --shard-size, --no-verify cannot be used with safetensors, which become a checkpoint.
 python -m shardwise convert: TMP/.out: a checkpoint needs a name that does not start with a dot.
+python -m shardwise convert: TMP/step-1 is a checkpoint already. Name another folder, or delete it first.
+python -m shardwise convert: TMP/nothing.safetensors has no tensors.
 python -m shardwise convert: TMP/torn.safetensors cannot be read as safetensors (Error while deserializing header: incomplete metadata, file not fully covered): it is damaged, or was not written to its end.
 python -m shardwise convert: TMP/wrapped.safetensors has '_orig_mod.a' and 'a', which are both a without the prefixes of wrappers. Remove one.
 python -m shardwise convert: TMP/wrapped has 'a' and '_orig_mod.a', which are both a without the prefixes of wrappers. Remove one.

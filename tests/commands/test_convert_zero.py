@@ -162,6 +162,21 @@ def test_trained_weights_are_those_of_the_optimizer(
     assert_all_there(converted(tmp_path / "run" / "global_step3", tmp_path / "again", "--shard-size", "100B"))
 
 
+def test_weights_of_a_compiled_model_are_those_of_the_optimizer_too(tmp_path: Path, deepspeed: Any) -> None:
+    """Its names have a prefix, in all the places of the file."""
+    save_zero(tmp_path / "run", 2, deepspeed)
+    path = tmp_path / "run" / "mp_rank_00_model_states.pt"
+    saved = torch.load(path, weights_only=False)
+    of_model = [saved["module"], *saved["param_shapes"], saved["frozen_param_shapes"], saved["shared_params"]]
+    for named in of_model:
+        for name in list(named):
+            named["_orig_mod." + name] = named.pop(name)
+    saved["buffer_names"] = ["_orig_mod.buffer"]
+    torch.save(saved, path)
+    assert_all_there(converted(tmp_path / "run", tmp_path / "out"))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "step-7"), "--optimizer"]) == 0
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_goes_on_where_deepspeeds_was(tmp_path: Path, deepspeed: Any, stage: int) -> None:
     save_zero(tmp_path / "saved", stage, deepspeed)

@@ -88,7 +88,7 @@ def zero_to_checkpoint(source: Path, path: Path, verify: bool = True) -> None:
 
     They are put together in temporary files that are mapped into memory, beside ``path``.
     """
-    folders.check_name("convert", path)
+    _check_target(path)
     files = ZeroFiles(source, verify)
     state, groups = files.optimizer_state()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,11 +157,20 @@ def from_safetensors(source: Path, path: Path) -> None:
     """Write a checkpoint at ``path`` with the model of safetensors files (a folder in the layout of Hugging
     Face, an index, or one file), which are mapped into memory, and read while they are written.
     """
-    folders.check_name("convert", path)
+    _check_target(path)
     with ExitStack() as stack:
         files = ModelFiles(source, stack)
+        if not files.facts:
+            raise ValueError(f"convert: {source} has no tensors.")
         model = {name: files.read(name, Region.all_of(facts.shape)) for name, facts in files.facts.items()}
         _write_checkpoint(path, model, shared={})
+
+
+def _check_target(path: Path) -> None:
+    """Refuse what cannot become a checkpoint, or is one: that may be of training, with more in it."""
+    folders.check_name("convert", path)
+    if folders.found(path) is not None:
+        raise ValueError(f"convert: {path} is a checkpoint already. Name another folder, or delete it first.")
 
 
 def _write_checkpoint(path: Path, model: dict[str, Tensor], **more: Any) -> None:

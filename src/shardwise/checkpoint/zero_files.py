@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.manifest import unsafe_names
 from shardwise.layout.fqns import clean, listed, listed_ranks, ranks_by_value
+from shardwise.state.loading import own_name
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
@@ -79,6 +80,7 @@ class ZeroFiles:
         self._refuse_mixed("model_states", (each.get("global_steps") for each in self._models))
         self._refuse_mixed("optim_states", map(_steps_of, self._parts))
         self._reads: dict[str, Read] = {}
+        self._keys: dict[str, str] = {}  # the names in the files, by those of the model
         self.tensors: dict[str, Tensor] = {}
         self._find()
 
@@ -127,11 +129,11 @@ class ZeroFiles:
         buffers = first.get("buffer_names") or ()
         for name, value in first["module"].items():
             is_whole = isinstance(value, Tensor) and (name in buffers or not self._is_stage_3)
-            if is_whole and name not in self.tensors and name not in tied:
+            if is_whole and self._keys.get(clean(name)) != name and name not in tied:
                 self._add(name, value.shape, value.dtype, value.clone)
 
     def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Read) -> None:
-        name = clean(name)
+        name = own_name(name, self._keys, f"convert: {self._folder}")
         self._reads[name] = read
         self.tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
 
