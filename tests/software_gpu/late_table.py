@@ -44,15 +44,17 @@ _HANDED_OVER = (
     "where autograd hands a gradient to another stream, that waits for all that the first was given until then, also for "
     "reductions that it waits for; in `races` it waits for what has made this gradient"
 )
+_AGREED = (
+    "the host has waited for the stream of the optimizer: ranks agree to enter by a collective whose answer it reads "
+    "(`contexts._agreed`), which is left out on the back end of `races`"
+)
 UNSEEN = {
     "wait_stream < Root.wait_for_optimizer < Root.unshard": (
         "the forward that follows compares what was gathered with the shards, and gathers again: without this "
         "comparison (`UnshardedGroups._reshard_changed`) its output is wrong under schedules 1 and 2"
     ),
-    "wait_stream < Root.wait_for_optimizer < begin_inference": (
-        "the host has waited for the stream of the optimizer: ranks agree to enter by a collective whose answer it reads "
-        "(`contexts._agreed`), which is left out on the back end of `races`"
-    ),
+    "wait_stream < Root.wait_for_optimizer < begin_inference": _AGREED,
+    "wait_event < Root.make_compute_wait_for_optimizer < Root.hand_over": _AGREED,
     "a reduction waits for the last of several streams that made gradients": _HANDED_OVER,
     "gradients go back to a stream that does not wait for their reduction": _HANDED_OVER,
     "they do, where sums are cast behind it": _HANDED_OVER,
