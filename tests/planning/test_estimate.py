@@ -123,12 +123,13 @@ def test_what_would_have_to_change_where_nothing_fits() -> None:
     assert_expected_inline(
         str(found).partition("\n\nNone")[2],
         """\
- fits in 45.00 MB: zero3 needs the least, and is 29.71 MB over.
-  8 ranks: 38.87 MB, fits
-  shards, gradients and optimizer in host memory: 43.72 MB, fits
-  computing in bf16: 69.84 MB, does not fit
-  activation checkpointing: 74.55 MB, does not fit
-  activation checkpointing, with activations in host memory: 74.55 MB, does not fit""",
+ fits in 45.00 MB: zero3 needs the least, and is 37.77 MB over.
+  16 ranks: 40.98 MB, fits
+  shards, gradients and optimizer in host memory: 51.78 MB, does not fit
+  computing in bf16: 75.84 MB, does not fit
+  activation checkpointing: 82.61 MB, does not fit
+  activation checkpointing, with activations in host memory: 82.61 MB, does not fit
+  strategy zero2: 82.76 MB, does not fit""",
     )
     # Each change does what it says.
     (by_ranks,) = [change for change in found.changes if change.what.endswith("ranks")]
