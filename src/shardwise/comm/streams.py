@@ -406,13 +406,14 @@ def ordering_of(stream: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any],
 
 def in_stream(function: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
     """``function``, run on ``stream``, ordered with the work before and after it on the current stream."""
+    _, wait_stream = ordering_of(stream)
 
     def run(tensor: torch.Tensor) -> None:
         current = current_stream(tensor.device)
-        stream.wait_stream(current)
+        wait_stream(stream, current)
         with stream:
             function(tensor)
-        current.wait_stream(stream)
+        wait_stream(current, stream)
 
     return run
 
