@@ -61,6 +61,7 @@ def compile_options(*, overlap: bool = True, bucket_cap_mb: float | None = None)
     if overlap:
         options["reorder_for_compute_comm_overlap"] = True
         options["reorder_for_compute_comm_overlap_passes"] = [one_ahead]
+        options |= dynamo.without_later_moves()
     if bucket_cap_mb is not None:
         wanted = "a number of megabytes above 0, or None to merge no collectives"
         kinds = (int, float)

@@ -161,6 +161,19 @@ def needed_by(step: Any) -> tuple[list[str], list[str]]:
     return sorted(needed[False]), sorted(needed[True] - needed[False])
 
 
+def without_later_moves() -> dict[str, bool]:
+    """The options of Inductor with which collectives stay where a pass of ours has put them.
+
+    Since 2.14, a pass of torch moves them again after all others: all-gathers behind sums over replicas, and
+    these right before they are waited for.
+    """
+    from torch._inductor import config
+
+    name = "enable_simple_overlap"
+    known = hasattr(config.aten_distributed_optimizations, name)
+    return {f"aten_distributed_optimizations.{name}": False} if known else {}
+
+
 def collective_of(step: Any) -> str | None:
     """Which functional collective a step begins ("all_gather_into_tensor"), or "wait_tensor"."""
     from torch._inductor.utils import is_collective, is_wait
