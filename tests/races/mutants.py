@@ -82,7 +82,11 @@ MUTANTS = [
             "ForwardPass._drop_kept",
             "optimizer of nobody's on a side stream, kept after backward",
         ),
-        ("Root.make_compute_wait_for_optimizer", "Root.hand_over", "optimizer on a side stream, summon"),
+        (
+            "Root.make_compute_wait_for_optimizer",
+            "compute_after_optimizer",
+            "optimizer on a side stream, summon",
+        ),
         (*_INFERENCE, "optimizer on a side stream, inference"),
         (*_ADVANCE, "offload"),
         ("Reduction.release_part", "Reduction.release_parts", "extension: bytes and scales"),

@@ -54,7 +54,7 @@ UNSEEN = {
         "comparison (`UnshardedGroups._reshard_changed`) its output is wrong under schedules 1 and 2"
     ),
     "wait_stream < Root.wait_for_optimizer < begin_inference": _AGREED,
-    "wait_event < Root.make_compute_wait_for_optimizer < Root.hand_over": _AGREED,
+    "wait_event < Root.make_compute_wait_for_optimizer < compute_after_optimizer": _AGREED,
     "a reduction waits for the last of several streams that made gradients": _HANDED_OVER,
     "gradients go back to a stream that does not wait for their reduction": _HANDED_OVER,
     "they do, where sums are cast behind it": _HANDED_OVER,

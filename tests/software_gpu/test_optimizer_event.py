@@ -25,6 +25,13 @@ def plain_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
 
 
+def sharded_model() -> Any:
+    model: Any = plain_model().cuda()
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def batch() -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -38,6 +45,32 @@ def weights_after_a_step() -> Values:
     loss_of(model, batch()).backward()
     torch.optim.SGD(model.parameters(), lr=LR).step()
     return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def trained(model: nn.Module, lr: float, steps: int) -> list[float]:
+    """The losses of these steps."""
+    x = batch().to(next(model.parameters()).device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def step_beside(model: Any, x: Tensor, optimizer: torch.optim.Optimizer, side: Any) -> Tensor:
+    """The loss of a step whose optimizer runs on ``side``, for which nothing waits but by the event."""
+    loss = loss_of(model, x)
+    loss.backward()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step()
+    model.set_post_optim_event(side.record_event())
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def loss_with(weights: Values) -> Values:
@@ -57,10 +90,7 @@ class Sharded:
     """After a step whose optimizer has not run yet, on ``side``."""
 
     def __init__(self) -> None:
-        self.model: Any = plain_model().cuda()
-        for block in self.model:
-            fully_shard(block)
-        fully_shard(self.model)
+        self.model = sharded_model()
         self.x, self.side = batch().cuda(), torch.cuda.Stream()
         self.ema = EMA(self.model, decay=0.5)
         self.other = {
@@ -68,12 +98,7 @@ class Sharded:
         }
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         torch.cuda.synchronize()
-        loss_of(self.model, self.x).backward()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            optimizer.step()
-        self.model.set_post_optim_event(self.side.record_event())
-        optimizer.zero_grad()
+        step_beside(self.model, self.x, optimizer, self.side)
 
     def loss(self) -> Values:
         with torch.no_grad():
@@ -180,33 +205,18 @@ def test_all_wait_for_the_optimizer_and_forward_for_later_changes(late: int, tmp
 
 def losses_after_an_early_unshard() -> list[float]:
     join()
-    model: Any = plain_model().cuda()
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    x, side = batch().cuda(), torch.cuda.Stream()
+    model = sharded_model()
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for block in model:
             block.unshard(async_op=True)
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for _ in range(2):
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained(model, LR, 2)
 
 
 def test_the_first_unshard_may_be_on_a_side_stream() -> None:
-    before, after = (
-        loss_with(weights)["loss"].item()
-        for weights in (dict(plain_model().named_parameters()), weights_after_a_step())
-    )
     for losses in run_on_gpus(2, losses_after_an_early_unshard, late=1):
-        assert losses == pytest.approx([before, after], rel=1e-9)
+        assert losses == pytest.approx(trained(plain_model(), LR, 2), rel=1e-9)
 
 
 # --- an iteration as a CUDA graph -----------------------------------------------------------------------
@@ -217,23 +227,14 @@ GRAPH_LR = 0.5
 def losses_with_a_graph() -> list[float]:
     """Two iterations, then a graph with events is captured and launched twice, then two more without it."""
     join()
-    model: Any = plain_model().cuda()
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded_model()
     x, side, warm = batch().cuda(), torch.cuda.Stream(), torch.cuda.Stream()
     optimizer = torch.optim.SGD(model.parameters(), lr=GRAPH_LR)
 
     def step() -> Tensor:
-        loss = loss_of(model, x)
-        loss.backward()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            optimizer.step()
-        model.set_post_optim_event(side.record_event())
-        optimizer.zero_grad()
+        loss = step_beside(model, x, optimizer, side)
         torch.cuda.current_stream().wait_stream(side)
-        return loss.detach()
+        return loss
 
     losses = []
     warm.wait_stream(torch.cuda.current_stream())
@@ -252,19 +253,6 @@ def losses_with_a_graph() -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def plain_losses(steps: int) -> list[float]:
-    model = plain_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=GRAPH_LR)
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(model, batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def test_an_event_from_the_other_side_of_a_capture_is_not_waited_for() -> None:
     for losses in run_on_gpus(2, losses_with_a_graph):
-        assert losses == pytest.approx(plain_losses(6), rel=1e-9)
+        assert losses == pytest.approx(trained(plain_model(), GRAPH_LR, 6), rel=1e-9)

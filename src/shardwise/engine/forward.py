@@ -81,8 +81,8 @@ class ForwardPass:
             if captured := is_captured(root.device):
                 root.lazy_init.refuse_capture()
             if captured is not held.is_captured:
-                root.post_optim_event = None  # from the other side of a capture, before which work is over
-            held.begin_captured(captured, streams)
+                root.post_optim_event = None  # of the other side, whose work is over
+                held.change_sides(captured, streams)
         streams.are_labelled = autograd.profiler_is_on()
         if torch.is_grad_enabled():
             root.lazy_init.process_groups.connect()

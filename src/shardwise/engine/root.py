@@ -315,11 +315,10 @@ class Root:
             each.gradients.drop_cleared()
 
     def hand_over(self, group: ParameterGroup, caller: str) -> None:
-        """Reshard ``group``, so that ``caller`` can change it."""
+        """Reshard ``group``, so that ``caller`` can change it, after ``compute_after_optimizer``."""
         if not self.ranks_run_alike:
             raise RuntimeError(f"{caller}: {group.name} is kept unsharded by inference(). Leave that first.")
         self.ensure_ready()
-        self.make_compute_wait_for_optimizer()
         self.lazy_init.streams.all_gather.wait_for_compute()
         self.unsharded_groups.reshard(group)
 

@@ -96,16 +96,15 @@ class UnshardedGroups:
         self.reasons.setdefault(group, IN_USE)
         group.unsharded.unshard_again()
 
-    def begin_captured(self, captured: bool, streams: CommStreams) -> None:
-        """A pass begins, whose work is or is not captured into a CUDA graph.
+    def change_sides(self, captured: bool, streams: CommStreams) -> None:
+        """A pass begins, whose work is captured into a CUDA graph, or is not, contrary to the one before.
 
         Neither kind may wait for streams and events of the other. All work must be over before a capture.
         """
-        if captured is not self.is_captured:
-            self.is_captured = captured
-            streams.reduce_scatter.drop_readers()
-            for group in self.reasons:
-                group.unsharded.drop_streams()
+        self.is_captured = captured
+        streams.reduce_scatter.drop_readers()
+        for group in self.reasons:
+            group.unsharded.drop_streams()
 
     # --- reshard ----------------------------------------------------------------------------------
 

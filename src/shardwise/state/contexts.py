@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.arguments import check_flags, check_number, check_rank
-from shardwise.engine.module_state import ModuleState, is_sharded, states_to_use
+from shardwise.engine.module_state import ModuleState, compute_after_optimizer, is_sharded, states_to_use
 from shardwise.engine.root import Root
 from shardwise.features.inference import begin_inference, end_inference
 from shardwise.groups.group import ParameterGroup
@@ -141,6 +141,7 @@ def unsharded(
     has_failed = True
     try:
         with monitor_of_job().call("unsharded", lambda: axes_of_given(module)):
+            compute_after_optimizer(module_states)
             for module_state in module_states:
                 group = module_state.group
                 module_state.root.hand_over(group, "unsharded")

@@ -11,7 +11,7 @@ from shardwise.buckets.bucket import Bucket
 from shardwise.comm.communicators import unless_alone
 from shardwise.comm.custom import HookedCollectives
 from shardwise.comm.quantized import LowPrecisionCollectives, QuantizedCollectives
-from shardwise.engine.module_state import states_to_use
+from shardwise.engine.module_state import compute_after_optimizer, states_to_use
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.fqns import listed
@@ -72,6 +72,7 @@ def register_comm_hook(model: nn.Module, state: Any, hook: Hook) -> None:
     is_ready_made = isinstance(hook, (LowPrecisionReduction, QuantizedReduction))
     for module_state in module_states:
         _check_group(module_state.group, divides_as_usual=is_ready_made)
+    compute_after_optimizer(module_states)
     for module_state in module_states:
         module_state.root.hand_over(module_state.group, _NAME)
     for module_state, own in zip(module_states, choices, strict=True):
