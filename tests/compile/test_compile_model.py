@@ -525,8 +525,9 @@ def test_compiled_autograd_takes_graphs_and_is_refused_where_hooks_have_work(wor
     assert_expected_inline(
         textwrap.fill(told, 100),
         """\
-Tower: compiled autograd is on. It does not report the end of backward, so gradients would be lost. Leave it off, or compile a function that calls the model (torch.compile(lambda x:
-model(x))), not the model: its hooks are then in the graph, and none are left for autograd to run.""",
+Tower: compiled autograd is on. It does not report the end of backward, so gradients would be lost.
+Leave it off, or compile a function that calls the model (torch.compile(lambda x: model(x))), not
+the model: its hooks are then in the graph, and none are left for autograd to run.""",
     )
 
 
