@@ -79,7 +79,7 @@ KINDS = [
     Kind(kind.name, kind.options | how)
     for kind in BASES
     for how in WAYS_TO_STEP
-    if "fused" not in how or kind.name in ("Adam", "AdamW", "Adagrad")  # torch's fused SGD takes no DTensor
+    if "fused" not in how or kind.name in ("Adam", "AdamW", "Adagrad", "SGD")
 ]
 
 
@@ -102,8 +102,8 @@ def trained_with_forms(run: Run) -> tuple[dict[str, Any], list[Any]]:
 
 
 def steps_dtensors(kind: Kind) -> bool:
-    """DTensor lacks the masks of Rprop, and the fused Adagrad (2.11 to 2.15)."""
-    return kind.name != "Rprop" and not (kind.name == "Adagrad" and "fused" in kind.options)
+    """DTensor lacks the masks of Rprop (2.11 to 2.15)."""
+    return kind.name != "Rprop"
 
 
 @pytest.mark.sample(9)

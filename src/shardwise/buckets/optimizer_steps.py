@@ -1,4 +1,4 @@
-"""Hooks behind the steps of optimizers: count changes of parameters, and notify listeners.
+"""Hooks around the steps of optimizers: count changes of parameters, notify listeners, and save host time.
 
 For DTensors, steps over lists (``foreach=True``, the default on devices) and fused steps change the contents
 but not the version counter, by which autograd refuses a backward whose weights have changed since the forward
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
 from shardwise.params.parameter import DEFERRED, refuse_deferred
-from shardwise.torch_compat import dtensor
+from shardwise.torch_compat import dtensor, elementwise
 from shardwise.torch_compat.dynamo import break_graphs
 
 
@@ -78,9 +78,12 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
+    if any(bucket_and_index(param) for group in optimizer.param_groups for param in group["params"]):
+        elementwise.run_on_local_tensors()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    elementwise.run_as_torch()
     known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
     stepped: SteppedParameters = (known and known()) or SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()

@@ -1,0 +1,154 @@
+"""Elementwise operations of optimizers on DTensors, run on their local tensors.
+
+DTensor finds out in Python how each tensor of a fused optimizer is placed (20 us a parameter), and so does
+any operation with a number (80 us for ``p.mul_(0.9)``); pytorch/pytorch#134191 and #109477 report optimizers
+that are slow because of it. Where all operands are placed alike, there is nothing to find out. DTensor first
+looks into a private table of handlers (seen on 2.11 to 2.14); without that table, everything works as before.
+The table is that of the whole process, so handlers are in it only while an optimizer steps.
+
+Operations on lists (``foreach=True``), and those of single tensors that are not here, cost DTensor less than
+a handler would.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.torch_compat.dtensor import local_tensor, make_dtensor, spec_of
+
+Operator = torch._ops.OpOverload
+Arguments = tuple[Any, ...]
+Handler = Callable[[Operator, Arguments, Mapping[str, Any]], Any]
+
+
+def run_on_local_tensors() -> None:
+    """Let these operations run on local tensors until ``run_as_torch``, for all DTensors of the process."""
+    if (table := _table()) is not None:
+        for op, handler in _handlers().items():
+            table.setdefault(op, handler)
+
+
+def run_as_torch() -> None:
+    """Leave all operations to DTensor again."""
+    if (table := _table()) is not None:
+        for op, handler in _handlers().items():
+            if table.get(op) is handler:
+                table.pop(op, None)
+
+
+def _table() -> dict[Operator, Handler] | None:
+    return getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+
+
+@cache
+def _handlers() -> dict[Operator, Handler]:
+    aten = torch.ops.aten
+    fused = (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)
+    return {
+        **dict.fromkeys((aten.add_.Tensor, aten.div_.Tensor, aten.mul_.Tensor), _in_place),
+        **dict.fromkeys((aten.div.Tensor, aten.sqrt.default), _new),
+        **{getattr(each, n): _lists for each in fused for n in each.overloads() if not n.endswith("out")},
+    }
+
+
+# --- handlers -------------------------------------------------------------------------------------
+
+
+def _in_place(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    if (operands := _local_operands(args)) is None:
+        return _as_torch(op, args, kwargs)
+    op(*operands, **kwargs)
+    return args[0]
+
+
+def _new(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    if (operands := _local_operands(args)) is None:
+        return _as_torch(op, args, kwargs)
+    made, like = op(*operands, **kwargs), operands[0]
+    if made.dtype != like.dtype or made.stride() != like.stride():
+        return _as_torch(op, args, kwargs)  # of another spec
+    return make_dtensor(made, spec_of(args[0]))
+
+
+def _lists(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    if (operands := _local_lists(args)) is None or not all(map(_is_same_everywhere, kwargs.values())):
+        return _as_torch(op, args, kwargs)
+    return op(*operands, **kwargs)
+
+
+def _as_torch(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    """As without a handler, also for other threads that run ``op`` in the meantime."""
+    table = _table()
+    assert table is not None  # it has led here
+    handler = table.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            table[op] = handler
+
+
+# --- what may run on local tensors ----------------------------------------------------------------
+
+
+def _local_operands(args: Arguments) -> list[Any] | None:
+    """``args`` with the local tensors of DTensors; None unless they are all placed like the first."""
+    if type(args[0]) is not DTensor or not _are_values(spec_of(args[0]).placements):
+        return None
+    found = []
+    for operand in args:
+        if type(operand) is DTensor:
+            if not _are_alike(operand, args[0]):
+                return None
+            operand = local_tensor(operand)
+        elif not _is_same_everywhere(operand):
+            return None
+        found.append(operand)
+    return found
+
+
+def _local_lists(args: Arguments) -> list[Any] | None:
+    """``args`` with the local tensors of the DTensors in lists; None unless these are placed like those of
+    the first list, one by one."""
+    first = args[0]
+    if set(map(type, first)) != {DTensor}:
+        return None
+    if not all(map(_are_values, {spec_of(tensor).placements for tensor in first})):
+        return None
+    found = []
+    for operand in args:
+        if set(map(type, operand)) == {DTensor}:
+            if len(operand) != len(first) or not all(map(_are_alike, operand, first)):
+                return None
+            operand = list(map(local_tensor, operand))
+        elif not all(map(_is_same_everywhere, operand)):
+            return None
+        found.append(operand)
+    return found
+
+
+def _is_same_everywhere(operand: Any) -> bool:
+    """True for no tensor, or a plain one without dims, which DTensor takes for replicated."""
+    return not isinstance(operand, Tensor) or (type(operand) is Tensor and not operand.dim())
+
+
+@cache
+def _are_values(placements: tuple[Placement, ...]) -> bool:
+    """True if ranks hold values of the full tensor, and not summands."""
+    return not any(placement.is_partial() for placement in placements)
+
+
+def _are_alike(left: Tensor, right: Tensor) -> bool:
+    """True if their local tensors hold the same part of full tensors of one shape."""
+    a, b = spec_of(left), spec_of(right)
+    return a is b or (
+        a.placements == b.placements
+        and a.mesh == b.mesh
+        and a.shape == b.shape
+        and a.shard_order == b.shard_order
+    )
