@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.torch_compat.dtensor import local_tensor, make_dtensor, spec_of
@@ -98,12 +99,12 @@ def _as_torch(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
 
 def _local_operands(args: Arguments) -> list[Any] | None:
     """``args`` with the local tensors of DTensors; None unless they are all placed like the first."""
-    if type(args[0]) is not DTensor or not _are_values(spec_of(args[0]).placements):
+    if type(args[0]) is not DTensor or not _are_values((spec := spec_of(args[0])).placements):
         return None
     found = []
     for operand in args:
         if type(operand) is DTensor:
-            if not _are_alike(operand, args[0]):
+            if not _are_alike(spec_of(operand), spec):
                 return None
             operand = local_tensor(operand)
         elif not _is_same_everywhere(operand):
@@ -115,15 +116,15 @@ def _local_operands(args: Arguments) -> list[Any] | None:
 def _local_lists(args: Arguments) -> list[Any] | None:
     """``args`` with the local tensors of the DTensors in lists; None unless these are placed like those of
     the first list, one by one."""
-    first = args[0]
-    if set(map(type, first)) != {DTensor}:
+    if set(map(type, args[0])) != {DTensor}:
         return None
-    if not all(map(_are_values, {spec_of(tensor).placements for tensor in first})):
+    specs = list(map(spec_of, args[0]))
+    if not all(map(_are_values, {spec.placements for spec in specs})):
         return None
     found = []
     for operand in args:
         if set(map(type, operand)) == {DTensor}:
-            if len(operand) != len(first) or not all(map(_are_alike, operand, first)):
+            if len(operand) != len(specs) or not all(map(_are_alike, map(spec_of, operand), specs)):
                 return None
             operand = list(map(local_tensor, operand))
         elif not all(map(_is_same_everywhere, operand)):
@@ -143,12 +144,11 @@ def _are_values(placements: tuple[Placement, ...]) -> bool:
     return not any(placement.is_partial() for placement in placements)
 
 
-def _are_alike(left: Tensor, right: Tensor) -> bool:
-    """True if their local tensors hold the same part of full tensors of one shape."""
-    a, b = spec_of(left), spec_of(right)
+def _are_alike(a: DTensorSpec, b: DTensorSpec) -> bool:
+    """True if local tensors hold the same part of full tensors of one shape."""
     return a is b or (
-        a.placements == b.placements
-        and a.mesh == b.mesh
+        (a.mesh is b.mesh or a.mesh == b.mesh)
+        and a.placements == b.placements
         and a.shape == b.shape
         and a.shard_order == b.shard_order
     )
