@@ -198,9 +198,12 @@ def peaks_in_blocks() -> dict[str, dict[str, float]]:
     """Memory of a step beside what is there between steps and activations, in blocks: see docs/explain/memory.md."""
     join()
     found = {}
+    in_parts = {"comm_policy": shardwise.CommPolicy(part_bytes=0)}
     for name, dtype, settings in (
         ("float32", torch.float32, {}),
+        ("float32, in parts", torch.float32, in_parts),
         ("bf16", torch.bfloat16, {"mp_policy": "bf16"}),
+        ("bf16, in parts", torch.bfloat16, {"mp_policy": "bf16", **in_parts}),
     ):
         plain, plain_rest = measured("", sharded=False, dtype=dtype)
         ours, rest = measured("zero3", **settings)
