@@ -7,7 +7,10 @@ Torch 2.14 makes the new one with TORCH_DIST_USE_NCCL2=1.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -214,12 +217,16 @@ def error_of_a_failure(where: str) -> str:
         model.blocks[1].register_forward_hook(lambda _module, _inputs, output: Fails.apply(output))
     else:
         model.blocks[1].register_forward_pre_hook(lambda *_: bad_batch())
+    abort, is_raised = c10d._abort, Event()
     try:
-        model(batch).mean().backward()
-        torch.cuda.synchronize()  # the device waits for rank 1, until the communicators are aborted
-        model(batch)
+        with patch.object(c10d, "_abort", lambda pg: (abort(pg), is_raised.wait(1))):
+            model(batch).mean().backward()
+            torch.cuda.synchronize()  # the device waits for rank 1, until the communicators are aborted
+            model(batch)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        aborting = any(thread.name == c10d._ABORT_THREAD for thread in enumerate_threads())
+        is_raised.set()
+        return f"{type(error).__name__}{' while aborting' if aborting else ''}: {error}"
     finally:
         leave_together()
     return "none"

@@ -51,6 +51,7 @@ SEARCH_LOOKS = 4  # how often to look for the exception of a backward
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
 PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
+ABORT_PATIENCE_S = 5.0  # before the caller knows, who may destroy process groups: see wait_for_aborts
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -131,6 +132,7 @@ class FailureMonitor(RankActivity):
             self._queued.clear()
             self._end_own()
         if unraised is not None:
+            c10d.wait_for_aborts(ABORT_PATIENCE_S)
             raise CommunicationError(unraised.text("Communication on the device failed"))
 
     def report(self, error: BaseException, where: str) -> None:
@@ -255,7 +257,8 @@ class FailureMonitor(RankActivity):
                 )
             if isinstance(cause, FailureNote):
                 self._take(cause)
-                return CommunicationError(cause.text(wait.subject))
+                cause = cause.text("")
+        c10d.wait_for_aborts(ABORT_PATIENCE_S)
         return CommunicationError(wait.subject + cause)
 
     def _cause_of(self, error: Exception, wait: Wait) -> FailureNote | str:
@@ -417,7 +420,7 @@ def _started(pg: dist.ProcessGroup) -> FailureMonitor:
     def at_exit() -> None:
         has_ended.set()  # a thread inside torch while the interpreter shuts down would crash the process
         thread.join(timeout=2.0)
-        c10d.wait_for_aborts(5.0)
+        c10d.wait_for_aborts(ABORT_PATIENCE_S)
         if (ending := own()) is not None:
             ending.at_exit()
 

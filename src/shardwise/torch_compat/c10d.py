@@ -337,7 +337,11 @@ def end_waits(pgs: Sequence[dist.ProcessGroup], aborts: Aborts) -> None:
 
 
 def wait_for_aborts(seconds: float) -> None:
-    """Wait for threads of ``end_waits``: inside torch at the interpreter's end, one crashes the process."""
+    """Wait for threads of ``end_waits``.
+
+    Inside torch at the interpreter's end, one crashes the process. While one aborts a communicator of torch
+    2.15's NCCL, ``destroy_process_group`` may hang: both join the same thread (seen in one of ten).
+    """
     until = monotonic() + seconds
     for thread in enumerate_threads():
         if thread.name == _ABORT_THREAD:
