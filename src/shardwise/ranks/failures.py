@@ -47,11 +47,11 @@ INTERVAL_S = 0.25  # between two checks whether a wait still lasts
 STUCK_LOOKS = 8  # checks of one wait before ranks post what they wait for
 PATIENCE_LOOKS = 3  # in which the failed rank must not have continued; with the checks before, 1.5 s
 SEARCH_LOOKS = 4  # how often to look for the exception of a backward
+ABORT_PATIENCE_S = 5.0  # before the caller knows, who may destroy process groups: see wait_for_aborts
 # How long to wait for the posts of others after a failed wait:
 TIMEOUT_PATIENCE_S = 3.0  # a timeout hits them too
 CLOSED_PATIENCE_S = 1.0  # all waiting ranks notice a closed connection at once
 PEER_PATIENCE_S = 0.3  # if the peer of the connection is known: it posts before it ends, if at all
-ABORT_PATIENCE_S = 5.0  # before the caller knows, who may destroy process groups: see wait_for_aborts
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
