@@ -3,7 +3,7 @@
 DTensor finds out in Python how each tensor of a fused optimizer is placed (20 us a parameter), and so does
 any operation with a number (80 us for ``p.mul_(0.9)``); pytorch/pytorch#134191 and #109477 report optimizers
 that are slow because of it. Where all operands are placed alike, there is nothing to find out. DTensor first
-looks into a private table of handlers (seen on 2.11 to 2.14); without that table, everything works as before.
+looks into a private table of handlers (seen on 2.11 to 2.15); without that table, everything works as before.
 The table is that of the whole process, so handlers are in it only while an optimizer steps.
 
 Operations on lists (``foreach=True``), and those of single tensors that are not here, cost DTensor less than
