@@ -4,6 +4,7 @@ A task and its answer cross the pipe as plain pickle bytes. Plain, and not multi
 pickler: torch teaches that one to send tensors as shared memory, which dies with the rank.
 """
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -27,6 +28,7 @@ from harness.strict import strict
 
 # Programs under test may take SIGUSR1, as batch systems send it; torch takes SIGUSR2 when a process crashes.
 STACK_SIGNAL = signal.SIGVTALRM
+_handler_stack = ctypes.create_string_buffer(1 << 20)
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,25 @@ def _write_last_words_to(file: TextIO) -> None:
     # Both work while the rank is stuck in C++, with or without the GIL.
     faulthandler.enable(file)
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    _give_handlers_a_stack()
     # There C++ and libc say why they end a process, and torch writes the stacks of C++.
     os.dup2(file.fileno(), sys.stderr.fileno())
+
+
+class _SignalStack(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def _give_handlers_a_stack() -> None:
+    """Let handlers of crashes run on a stack that is large enough for torch's.
+
+    faulthandler allocates one of some 10 KB on the heap, and torch's handler, which it calls, unwinds
+    C++ on it: beyond its end the heap is overwritten, so that the crash became another one or a hang.
+    """
+    if sys.platform == "linux":  # elsewhere the fields have another order
+        stack = _SignalStack(ctypes.addressof(_handler_stack), 0, len(_handler_stack))
+        if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) != 0:
+            raise OSError(ctypes.get_errno(), "sigaltstack")
 
 
 def _die_with_parent() -> None:
