@@ -8,7 +8,7 @@ but not the version counter, by which autograd refuses a backward whose weights 
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -34,8 +34,7 @@ class SteppedParameters:
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
         """Made from param groups. Parameters without gradient were left out of the step."""
-        params = [param for group in groups for param in group["params"]]
-        found = [(param, place[0]) for param in params if (place := bucket_and_index(param)) is not None]
+        found = [(p, place[0]) for p in _params_of(groups) if (place := bucket_and_index(p)) is not None]
         changed = [param for param, _ in found if param.grad is not None]
         return cls([*changed, *map(dtensor.local_tensor, changed)], [bucket for _, bucket in found])
 
@@ -72,13 +71,17 @@ def add_step_listener(listener: StepListener) -> None:
         _listeners[listener] = None
 
 
+def _params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)
+
+
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Not for a step with a closure, which may run the last backward.
     if DEFERRED and not any(map(callable, (*args[1:], *kwargs.values()))):
-        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for param in _params_of(optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
-    if any(bucket_and_index(param) for group in optimizer.param_groups for param in group["params"]):
+    if any(map(bucket_and_index, _params_of(optimizer.param_groups))):
         elementwise.run_on_local_tensors()
 
 
