@@ -243,6 +243,7 @@ def parse() -> argparse.Namespace:
 
 def versions(options: argparse.Namespace) -> dict[str, str]:
     """Of the packages that are installed; the libraries of others are left out, with a line."""
+    print("Megatron-FSDP is left out: it requires CUDA.")
     found = {}
     for name in list(options.libraries):
         package = RIVALS[name][2]

@@ -55,5 +55,6 @@ while manager.current_step() < 200:
     if step % 100 == 0 and manager.participating_rank() == 0:
         shared = {"step": step, "manager": manager.state_dict()}
         save_checkpoint(f"runs/ft/step-{step}", model, adamw, shared=shared, keep=2)
+dist.barrier()  # rank 0 serves the manager of this replica's other ranks
 manager.shutdown(wait=False)
 dist.destroy_process_group()

@@ -33,7 +33,7 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(
     files = ["--json", str(tmp_path / "found.json"), "--picture", str(tmp_path / "found.png")]
     assert main([*WORDS, "--mp", "bf16", "--memory", "1GB", "--checkpointing", "yes", *files]) == 0
     shown = capsys.readouterr().out
-    assert "1 of 1 fit in 1,000.00 MB; zero3 with checkpointing sends least of them." in shown
+    assert "1 of 1 fit in 1.00 GB; zero3 with checkpointing sends least of them." in shown
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert f"{row['peaks']['backward']['bytes'] / 1e6:,.2f}" in shown
     assert (tmp_path / "found.png").stat().st_size > 5000

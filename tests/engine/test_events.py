@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from harness import World
 from models import Tower, built, shard_tower
 from on_ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from towers import backward
 
@@ -188,6 +188,39 @@ def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None
             "reduce blocks.0",
             "reduce Tower",
         ]
+
+
+class Again(Tower):
+    """Runs the first block once more, after the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        return self.outlet(third(first(second(first(self.inlet(x))))))
+
+
+def reductions_of_a_block_that_runs_twice() -> list[str]:
+    model = built(Again, seed=0)
+    model.blocks[0].unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    shard_tower(model)
+    events = events_of(model)
+    backward(model, 0)
+    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+
+
+def test_a_block_with_unused_parameters_is_reduced_after_the_first_of_its_calls(world2: World) -> None:
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(reductions_of_a_block_that_runs_twice)),
+        """\
+backward Again
+backward blocks.2
+reduce blocks.2
+backward blocks.0
+backward blocks.1
+reduce blocks.1
+backward blocks.0
+reduce Again
+reduce blocks.0""",
+    )
 
 
 def reductions_with_unused_parameters(count: int) -> list[str]:

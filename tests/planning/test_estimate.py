@@ -64,6 +64,11 @@ hybrid 2x4  yes                  6.57       6.57  13.13       8.93         2.36 
     )
 
 
+def test_keyword_arguments_of_a_batch_are_named() -> None:
+    found = estimate(on_meta(depth=1), **PLAIN | {"batch": {"x": BATCH}})
+    assert found.model == f"Tower, {PLAIN['world']} ranks, batch x float32 (16, 512)"
+
+
 def test_a_step_takes_at_least_its_arithmetic_or_its_traffic() -> None:
     """2 FLOPs for each weight of a matrix and row in forward, twice that in backward (once for the inputs of
     the first matrix, which need no gradient), and forward again for what is recomputed."""
@@ -241,20 +246,24 @@ def test_offloading_leaves_inputs_of_two_blocks_on_the_device() -> None:
     assert both[1].peaks == moved.rows[0].peaks
 
 
-def test_the_picture_says_what_it_is_of_and_its_labels_stay_inside() -> None:
+@pytest.mark.parametrize(("memory", "shown"), [("45MB", "45.00 MB"), ("80GB", "80.00 GB")])
+def test_the_picture_says_what_it_is_of_and_its_labels_stay_inside(memory: str, shown: str) -> None:
+    """A line at the memory of a rank would leave no room for the rest where most of it is free."""
     model = on_meta(depth=1)
-    found = estimate(model, world=4, strategy=["zero2", "zero3"], optimizer="sgd", memory="1GB")
+    found = estimate(model, world=4, strategy=["zero2", "zero3"], optimizer="sgd", memory=memory)
     figure = figure_of(found)
     assert figure.get_suptitle() == found.model == "Tower, 4 ranks, no batch"
     figure.canvas.draw()
     for axes in figure.axes:
         texts = {text.get_text().strip(): text for text in axes.texts}
-        assert list(texts) == ["forward", "backward", "optimizer", "memory of a rank: 1,000.00 MB"]
+        assert list(texts) == ["forward", "backward", "optimizer", f"memory of a rank: {shown}"]
         frame = axes.get_window_extent()
         for text in texts.values():
             assert frame.x0 <= text.get_window_extent().x0 < text.get_window_extent().x1 <= frame.x1
-        (line,) = [line for line in axes.lines if line.get_color() == "red"]
-        assert line.get_ydata()[0] == texts["memory of a rank: 1,000.00 MB"].get_position()[1]
+        lines = [line.get_ydata()[0] for line in axes.lines if line.get_color() == "red"]
+        assert lines == ([texts[f"memory of a rank: {shown}"].get_position()[1]] if memory == "45MB" else [])
+        highest = max(row.peak.num_bytes for row in found.rows) / 1e6
+        assert highest < axes.get_ylim()[1] < 2.5 * highest
 
 
 def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,6 +435,7 @@ def test_progress_is_told_before_each_run_and_at_the_end() -> None:
             {"world": 8, "batch": "8x100:fp32"},
             r"forward of the Tower failed on tensors like the batch, float32 \(8, 100\): RuntimeError",
         ),
+        ({"world": 8, "batch": (8, 512)}, r"the batch, which has no tensors: pass torch.empty\(8, 64\) or"),
         (
             {"world": 8, "batch": "8x512:fp32", "loss": lambda output: output.nope},
             r"estimate: loss\(\) on the output of the Tower failed on.*: AttributeError",

@@ -198,9 +198,15 @@ def sample_of(what: str, batch: Any) -> Any:
 
 
 def shapes_of(sample: Any) -> str:
-    """The dtypes and shapes of a batch, for people."""
-    tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors) or "nothing"
+    """The names, dtypes and shapes of the tensors of a batch, for people."""
+    parts = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+    shown = [
+        f"{name} {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}".lstrip()
+        for name, part in parts
+        for leaf in pytree.tree_leaves(part)
+        if isinstance(leaf, Tensor)
+    ]
+    return ", ".join(shown) or "which has no tensors: pass torch.empty(8, 64) or '8x64', not a shape"
 
 
 # --- optimizers -----------------------------------------------------------------------------------

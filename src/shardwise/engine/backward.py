@@ -373,7 +373,7 @@ class BackwardPass:
             gradients.state is PENDING
             or gradients.have_sums_to_reduce
             # It has no gradients on this rank, but may have some on others.
-            or (settings.ranks_may_differ and gradients.are_wanted and group not in self.reduced)
+            or (settings.ranks_may_differ and gradients.are_wanted)
         ):
             self.reduce(group)
 

@@ -29,3 +29,9 @@ def unit_for(num_bytes: int) -> tuple[str, int]:
         if num_bytes >= size:
             return name, size
     return "kB", 10**3
+
+
+def in_own_unit(num_bytes: int) -> str:
+    """``num_bytes`` in the unit that suits it, for an amount that stands alone."""
+    unit, size = unit_for(num_bytes)
+    return f"{num_bytes / size:,.2f} {unit}"

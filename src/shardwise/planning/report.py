@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.dry_run.memory_log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, UNSHARDED
 from shardwise.dry_run.step import PHASES, Step
-from shardwise.layout.text_tables import ruled, unit_for
+from shardwise.layout.text_tables import in_own_unit, ruled, unit_for
 
 
 @dataclass(frozen=True)
@@ -245,13 +245,13 @@ class Estimate:
         if fitting := self.fitting():
             best = min(fitting, key=lambda row: sum(row.sent.values()))
             yield (
-                f"{len(fitting)} of {len(self.rows)} fit in {shown(self.memory)} {unit}; {_name(best)} sends "
+                f"{len(fitting)} of {len(self.rows)} fit in {in_own_unit(self.memory)}; {_name(best)} sends "
                 "least of them."
             )
             return
         least = min(self.rows, key=lambda row: row.peak.num_bytes)
         yield (
-            f"None fits in {shown(self.memory)} {unit}: {_name(least)} needs the least, and is "
+            f"None fits in {in_own_unit(self.memory)}: {_name(least)} needs the least, and is "
             f"{shown(least.peak.num_bytes - self.memory)} {unit} over."
         )
         for change in self.changes:
