@@ -1,4 +1,4 @@
-"""``python -m shardwise COMMAND``: what can be done from a shell, alone or under torchrun."""
+"""``python -m shardwise COMMAND``: commands to run from a shell, alone or under torchrun."""
 
 import argparse
 import importlib

@@ -12,7 +12,7 @@ from doc_programs import PAGES, ROOT, blocks
 from torch import nn
 
 import shardwise
-from shardwise import FSDPModule, save_checkpoint
+from shardwise import FSDPModule, fully_shard, save_checkpoint
 
 DOCS = ROOT / "docs"
 
@@ -41,8 +41,9 @@ def test_the_messages_of_python_are_those_that_it_raises() -> None:
     rows = re.findall(
         r"^\| (\w+Error): `(.*?)` \| `(?:with )?(.*?):?` \|", (DOCS / "errors.md").read_text(), re.MULTILINE
     )
-    names = {"model": type("Sharded", (FSDPModule, nn.Linear), {})(1, 1), "save_checkpoint": save_checkpoint}
-    assert len(rows) == 5
+    model = type("Sharded", (FSDPModule, nn.Linear), {})(1, 1)
+    names = {"model": model, "save_checkpoint": save_checkpoint, "fully_shard": fully_shard}
+    assert len(rows) == 6
     for error, message, call in rows:
         with pytest.raises(getattr(builtins, error), match=re.escape(message)):
             eval(call, names)

@@ -596,30 +596,32 @@ function (name, module) -> bool to choose single modules.
 shard_model: wrap contains the class int; pass module classes, or a
 function (name, module) -> bool to choose single modules.
 
-shard_model: wrap is no_arguments, which takes () -> bool. Pass a
-function of (module), of (name, module) or of (module, recurse,
+shard_model: wrap is no_arguments, whose signature is () -> bool. Pass
+a function of (module), of (name, module) or of (module, recurse,
 nonwrapped_numel); give further arguments defaults, or values with
 functools.partial.
 
-shard_model: wrap is keyword_only, which takes (module:
+shard_model: wrap is keyword_only, whose signature is (module:
 torch.nn.modules.module.Module, *, names: list[str]) -> bool. Pass a
 function of (module), of (name, module) or of (module, recurse,
 nonwrapped_numel); give further arguments defaults, or values with
 functools.partial.
 
-shard_model: wrap is <lambda>, which takes (*args). Pass a function of
-(module), of (name, module) or of (module, recurse, nonwrapped_numel);
-give further arguments defaults, or values with functools.partial.
+shard_model: wrap is <lambda>, whose signature is (*args). Pass a
+function of (module), of (name, module) or of (module, recurse,
+nonwrapped_numel); give further arguments defaults, or values with
+functools.partial.
 
 shard_model: wrap is max, whose signature Python cannot read. Pass a
 function that calls it: lambda module: ...
 
-WrapRecursively: transformer_auto_wrap_policy takes (module:
-torch.nn.modules.module.Module, recurse: bool, nonwrapped_numel: int,
-transformer_layer_cls: set[type[torch.nn.modules.module.Module]]) ->
-bool, and would be given (module, recurse, nonwrapped_numel). Give
-values to further arguments with functools.partial; pass a function of
-(module) or of (name, module) to shardwise.strategies.WrapWhere.""",
+WrapRecursively: transformer_auto_wrap_policy has the signature
+(module: torch.nn.modules.module.Module, recurse: bool,
+nonwrapped_numel: int, transformer_layer_cls:
+set[type[torch.nn.modules.module.Module]]) -> bool, and would be given
+(module, recurse, nonwrapped_numel). Give values to further arguments
+with functools.partial; pass a function of (module) or of (name,
+module) to shardwise.strategies.WrapWhere.""",
     )
 
 
@@ -649,13 +651,13 @@ parameters of a group, above 0.
 WrapBySize: keep_whole contains 3, an int; pass module classes, or a
 function (name, module) -> bool to choose single modules.
 
-WrapWhere: modern takes the arguments of FSDP1's recursive policies.
+WrapWhere: modern has the arguments of FSDP1's recursive policies.
 Pass it to shardwise.strategies.WrapRecursively, or a function of
 (module) or of (name, module).
 
 WrapWhere: predicate is the class Linear; pass a function.
 
-WrapRecursively: is_narrow takes (module:
+WrapRecursively: is_narrow has the signature (module:
 torch.nn.modules.module.Module) -> bool, and would be given (module,
 recurse, nonwrapped_numel). Give values to further arguments with
 functools.partial; pass a function of (module) or of (name, module) to

@@ -5,10 +5,10 @@ environment.
 
     torchrun --nproc-per-node 8 -m shardwise doctor --mesh 2x4 --names replicate,shard --folder /data/run
 
-A folder that is not there is made, as a save makes it, and removed again.
+A missing folder is created, as a save creates it, and removed again.
 
 Rank 0 prints a table to stdout. The exit status is 0 if nothing is wrong, and 1 otherwise: torchrun then
-reports processes that have failed, with a traceback of its own on stderr, which says nothing more.
+reports processes that have failed, with a traceback of its own on stderr, which adds nothing.
 """
 
 import argparse

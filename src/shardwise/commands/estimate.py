@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activation checkpointing of each block; offload: with the blocks' inputs in host memory",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="blocks will be compiled: counted as they are, see estimate()"
+        "--compile", action="store_true", help="blocks will be compiled; the figures ignore it"
     )
-    parser.add_argument("--memory", help="what a rank has, such as 80GB or h100")
+    parser.add_argument("--memory", help="memory of a rank, such as 80GB or h100")
     parser.add_argument(
-        "--bandwidth", help="what a rank can send in a second, such as 50GB/s: shows step times"
+        "--bandwidth", help="bytes that a rank sends in a second, such as 50GB/s; shows step times"
     )
     parser.add_argument(
         "--flops", help="speed of a device, such as 989e12 or h100; default: that of --memory"

@@ -26,7 +26,7 @@ VARIABLE = "SHARDWISE_INSTALL"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``run`` takes: the script, and all that follows it."""
+    """Declare the arguments of ``run``: the script, and all that follows it."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the path of a script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

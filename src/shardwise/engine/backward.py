@@ -202,7 +202,7 @@ class BackwardPass:
                 f"'{root.name}': a pipeline schedule computes the gradients of this stage's inputs apart "
                 "from those of its weights, as zero-bubble schedules do. torch's PipelineStage would look "
                 "for the weights among the shards, which are in no graph, and leave .grad None. Build the "
-                "stage as shardwise.interop.PipelineStage, which takes the same arguments."
+                "stage as shardwise.interop.PipelineStage, which accepts the same arguments."
             )
 
     # --- unshard and reshard ----------------------------------------------------------------------

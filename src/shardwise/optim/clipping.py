@@ -110,9 +110,9 @@ def clip_grad_norm_(
 def global_norm(tensors: Tensor | Iterable[Tensor], norm_type: float | str = 2.0) -> Tensor:
     """The norm of all elements of ``tensors``, whole ones, however they are divided between ranks.
 
-    What ``torch.nn.utils.get_total_norm`` is for plain tensors, for those that :func:`clip_grad_norm_` takes,
-    and with its collectives. The tensors themselves are measured: for gradients, pass ``param.grad``. No
-    graph is recorded.
+    What ``torch.nn.utils.get_total_norm`` is for plain tensors, for those of :func:`clip_grad_norm_`, and
+    with its collectives. The tensors themselves are measured: for gradients, pass ``param.grad``. No graph is
+    recorded.
 
     Args:
         tensors: a tensor, or an iterable of tensors; the same on all ranks of a mesh. One that appears twice

@@ -46,7 +46,7 @@ class StrategyEstimate:
         sent: by mesh dimension, the bytes that a rank sends in a step.
         flops: floating-point operations of a rank's forward and backward, with recomputation: those of matrix
             products, convolutions and attention, which counts without its mask. 0 without a batch.
-        seconds: what a step takes at least: its arithmetic at the full speed of the device, or what it sends
+        seconds: the minimum time of a step: its arithmetic at the full speed of the device, or what it sends
             at the full bandwidth, whichever takes longer. With causal attention over long sequences, the
             arithmetic is up to twice too much. None if no speed was given.
         utilization: the share of the device's speed that the model itself, without recomputation, would then
@@ -116,7 +116,7 @@ class StrategyEstimate:
         )
 
     def timed(self, speed: float, bandwidths: dict[str, float]) -> "StrategyEstimate":
-        """With what it takes at least on a device of ``speed`` FLOP/s; bandwidths in bytes a second."""
+        """With the minimum time on a device of ``speed`` FLOP/s; bandwidths in bytes a second."""
         sending = [self.sent.get(name, 0) / bandwidth for name, bandwidth in bandwidths.items()]
         seconds = max([self.flops / speed, *sending])
         of_model = self.flops - self.step.recomputed_flops

@@ -105,7 +105,7 @@ class Choice:
 
     @property
     def overrides(self) -> Overrides:
-        """As ``shard_model`` takes them."""
+        """As ``shard_model`` accepts them."""
         return overrides_for(self.trial.kept)
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Choice:
 
 
 def overrides_for(kept: Iterable[tuple[str, ...]]) -> Overrides:
-    """What keeps these groups unsharded from forward to backward, as ``shard_model`` takes it."""
+    """What keeps these groups unsharded from forward to backward, as ``shard_model`` accepts it."""
     return {escape(name): {"reshard_after_forward": False} for group in kept for name in group}
 
 

@@ -115,7 +115,7 @@ def _callers_hook(
         kind = "sharded" if shards else "replicated"
         raise TypeError(
             f"{_NAME}: the parameters of {group.name} are {kind}, for which the hook is called with "
-            f"({', '.join(wanted)}), but it takes {inspect.signature(hook)}."
+            f"({', '.join(wanted)}), but its signature is {inspect.signature(hook)}."
         ) from None
     except ValueError:
         pass  # a built-in that does not tell

@@ -1,4 +1,4 @@
-"""What became of a model: its groups as a table, with what they take in memory.
+"""The groups of a model as a table, with their memory.
 
 Reads what the groups know: starts nothing, unshards nothing, communicates nothing.
 """
@@ -28,7 +28,7 @@ def explain(model: nn.Module) -> str:
     - class: what the modules were before they were sharded.
     - strategy: the name of these settings in :func:`shard_model`. Unsharded parameters are freed after
       forward and after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to
-      backward unless told otherwise), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``).
+      backward by default), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``).
       ``(within 2)``: pairs of ranks keep them together from forward to backward.
     - mesh: the number of ranks over which parameters are replicated and sharded.
     - parameters: the number of elements, over all ranks.

@@ -94,7 +94,7 @@ class WrapWhere(_OfEach):
         style = _style(predicate, "WrapWhere: predicate")
         if style == "recursive":
             raise TypeError(
-                f"WrapWhere: {text_of(predicate)} takes the arguments of FSDP1's recursive policies. Pass it "
+                f"WrapWhere: {text_of(predicate)} has the arguments of FSDP1's recursive policies. Pass it "
                 "to shardwise.strategies.WrapRecursively, or a function of (module) or of (name, module)."
             )
         self.predicate = predicate
@@ -348,7 +348,7 @@ def _style(function: Any, where: str) -> str:
     if num_positional in (1, 2) and not any(p.kind is p.KEYWORD_ONLY for p in required):
         return ("module", "named")[num_positional - 1]
     raise TypeError(
-        f"{where} is {text_of(function)}, which takes {signature}. Pass a "
+        f"{where} is {text_of(function)}, whose signature is {signature}. Pass a "
         "function of (module), of (name, module) or of (module, recurse, nonwrapped_numel); give further "
         "arguments defaults, or values with functools.partial."
     )
@@ -385,7 +385,7 @@ def _asking(policy: Callable[..., Any], signature: inspect.Signature) -> Callabl
 
         return ask
     raise TypeError(
-        f"WrapRecursively: {text_of(policy)} takes {signature}, and would be "
+        f"WrapRecursively: {text_of(policy)} has the signature {signature}, and would be "
         "given (module, recurse, nonwrapped_numel). Give values to further arguments with functools.partial; "
         "pass a function of (module) or of (name, module) to shardwise.strategies.WrapWhere."
     )
