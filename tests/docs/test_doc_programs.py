@@ -5,12 +5,16 @@ Here in worlds of processes that are there already; the slow ones start each by 
 
 import contextlib
 import io
+import itertools
 import math
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -24,16 +28,27 @@ from doc_programs import PAGES, ROOT, Program, blocks, migrations, programs, sid
 from dynamo import forget_graphs
 from expecttest import assert_expected_inline
 from harness import World
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise import fully_shard, load_checkpoint, load_full_state_dict, save_checkpoint
+from shardwise.state import load_full_optimizer_state_dict
 
 PROGRAMS = [each for each in programs() if not each.needs_gpus]  # those: tests/software_gpu
 MIGRATIONS = migrations()
-SHOWN_BELOW = {
-    f"docs/{page}.md"
-    for page in ("tutorial", "guides/strategies", "guides/checkpoints", "guides/look-inside")
-}
 BY_RANKS = {ranks: [each for each in PROGRAMS if each.ranks == ranks] for ranks in (2, 4)}
+CHECKPOINTS, COMPILE = "docs/guides/checkpoints.md", "docs/guides/compile.md"
+PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", flags=re.MULTILINE)
+SHOWN = [
+    each
+    for each in PROGRAMS
+    if each.page in (CHECKPOINTS, COMPILE, "docs/guides/memory.md") and PRINTED.search(each.code)
+]
+BY_PAGE = {f"docs/{page}.md" for page in ("tutorial", "guides/strategies", "guides/look-inside")} | {COMPILE}
+RESUMING = [each for each in PROGRAMS if each.page == CHECKPOINTS and each not in SHOWN]
 
 
 class PrintingWriter:
@@ -97,7 +112,7 @@ def written(folder: Path, codes: list[str]) -> list[str]:
 def skip_without_packages(program: Program) -> None:
     """Pages of docs/interop are about packages that the tests do not all install."""
     if program.missing:
-        others = {"peft", "tensorboard", "transformers"}
+        others = {"peft", "safetensors", "tensorboard", "transformers"}
         assert program.page.startswith("docs/interop/") or {*program.missing} <= others
         pytest.skip(f"{', '.join(program.missing)}: not installed")
 
@@ -111,7 +126,7 @@ def test_every_page_is_read() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [each for each in BY_RANKS[2] if each.page not in SHOWN_BELOW | {"docs/guides/compile.md"}],
+    [each for each in BY_RANKS[2] if each.page not in BY_PAGE and each not in [*SHOWN, *RESUMING]],
     ids=str,
 )
 def test_a_program_runs(program: Program, world2: World, tmp_path: Path) -> None:
@@ -243,10 +258,86 @@ closed""",
     )
 
 
+@pytest.mark.parametrize("program", SHOWN, ids=str)
+def test_a_program_prints_what_its_comments_say(program: Program, world2: World, tmp_path: Path) -> None:
+    """On each rank; a line of a loop may be printed again and again."""
+    skip_without_packages(program)
+    (script,) = written(tmp_path, [program.code])
+    for printed in world2.run(run_all, [script], str(tmp_path), timeout=120):
+        lines = printed[script].splitlines()
+        assert [line for line, _ in itertools.groupby(lines)] == PRINTED.findall(program.code)
+
+
 def test_checkpoints_are_resumed(world2: World, tmp_path: Path) -> None:
-    assert printed_by("guides/checkpoints.md", world2, tmp_path) == ["starting at step 0\n"] * 2
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4", "step-6"]
-    assert printed_by("guides/checkpoints.md", world2, tmp_path) == ["starting at step 6\n"] * 2
+    """From disk, and from the memory of hosts unless it is lost."""
+    scripts = written(tmp_path, [each.code for each in RESUMING])
+    assert len(scripts) == 2
+
+    def steps() -> list[str]:
+        (first, second) = world2.run(run_all, scripts, str(tmp_path), timeout=120)
+        assert first == second
+        return [text.removeprefix("starting at step ").rstrip() for text in first.values()]
+
+    def saved(folder: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / folder).iterdir())
+
+    assert steps() == ["0", "0"]
+    assert (saved("run"), saved("memory")) == (["step-2", "step-4", "step-6"], ["step-4", "step-6"])
+    assert saved("disk") == ["step-5"]
+    assert steps() == ["6", "6"]
+    shutil.rmtree(tmp_path / "memory")
+    assert steps() == ["6", "5"]
+
+
+def is_loaded_by_piece(saves: str, folder: str) -> bool:
+    """Whether the piece that calls ``saves`` loads everything that a model and its optimizer had before it.
+
+    All of it is set to zero once the piece has saved it.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), experts=nn.Linear(8, 8)))
+    with pytest.warns(UserWarning, match="the ranks will drift apart"):  # that is meant
+        fully_shard(model, ignored_params={*model.experts.parameters()})
+    with torch.no_grad():
+        # Another on each rank, for which a full state has no place.
+        model.experts.weight.fill_(1 + (dist.get_rank() if saves == "save_checkpoint" else 0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    calls: dict[str, Any] = {
+        each.__name__: each
+        for each in (
+            get_state_dict,
+            load_checkpoint,
+            load_full_optimizer_state_dict,
+            load_full_state_dict,
+            save_checkpoint,
+        )
+    }
+
+    def values() -> list[Tensor]:
+        states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
+        kept = [each.detach() for each in (*model.parameters(), *states)]
+        return [each.to_local() if isinstance(each, DTensor) else each for each in kept]
+
+    def save_and_forget(*args: Any, **kwargs: Any) -> Any:
+        saved = tree_map_only(Tensor, torch.clone, calls[saves](*args, **kwargs))
+        for value in values():
+            value.zero_()
+        return saved
+
+    names = calls | {saves: save_and_forget, "StateDictOptions": StateDictOptions, "dist": dist}
+    (piece,) = (each for each in blocks(ROOT / CHECKPOINTS, "py") if f"{saves}(" in each)
+    before = [value.clone() for value in values()]
+    exec(piece, names | {"model": model, "optimizer": optimizer, "path": f"{folder}/step-1"})
+    return all(torch.equal(old, new) for old, new in zip(before, values(), strict=True))
+
+
+def test_pieces_load_what_they_have_saved(world2: World, tmp_path: Path) -> None:
+    """What each rank trains by itself, and full states of torch's functions."""
+    assert len(blocks(ROOT / CHECKPOINTS, "py")) == 2
+    for saves in ("save_checkpoint", "get_state_dict"):
+        assert world2.run(is_loaded_by_piece, saves, str(tmp_path)) == [True, True]
 
 
 def graphs_of(script: str, folder: str) -> int:
@@ -257,7 +348,7 @@ def graphs_of(script: str, folder: str) -> int:
 @pytest.mark.slow
 def test_recipes_for_compiling_make_one_graph(world2: World, tmp_path: Path) -> None:
     """The blocks share a graph; the model and its blocks are one."""
-    codes = [each.code for each in PROGRAMS if each.page == "docs/guides/compile.md"]
+    codes = [each.code for each in PROGRAMS if each.page == COMPILE and each not in SHOWN]
     assert len(codes) == 2
     for script in written(tmp_path, codes):
         assert world2.run(graphs_of, script, str(tmp_path), timeout=120) == [1, 1]
