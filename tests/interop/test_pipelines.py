@@ -192,7 +192,7 @@ def test_a_derived_stage_keeps_its_methods_and_torchs_where_nothing_is_sharded(w
 
 def test_a_split_backward_without_our_stage_is_refused(world2: World) -> None:
     pipeline = Pipeline("InterleavedZeroBubble", (1, 2), kind=pipelining.PipelineStage)
-    with pytest.raises(WorkerError, match=r"shardwise\.interop\.PipelineStage, which takes the"):
+    with pytest.raises(WorkerError, match=r"shardwise\.interop\.PipelineStage, which accepts the"):
         trained(world2, pipeline)
 
 
