@@ -123,12 +123,13 @@ def test_a_job_goes_on_after_hosts_have_died(
             for host in lost:
                 shutil.rmtree(hosts.folders[host])
             hosts.wait_until(lambda number=number: len(hosts.told(RESUMED)) == 4 * (number + 2))
-            source = (
-                "disk" if len(lost) == 2 and complete >= 10 else "nowhere" if len(lost) == 2 else "memory"
-            )
+            source, least = "memory", complete
+            if len(lost) == 2:
+                least = complete // 10 * 10
+                source = "disk" if least else "nowhere"
             *_, step = sorted(hosts.told(rf"{RESUMED} from {source}"))
             assert hosts.told(RESUMED).count(step) >= 4  # all ranks
-            assert step >= (complete // 10 * 10 if len(lost) == 2 else complete)
+            assert step >= least
         hosts.wait()
     finally:
         hosts.end()

@@ -126,9 +126,12 @@ def _call_on(caller: str, name: str, batch: Any, loss: Callable[[Any], Tensor] |
                 return loss_of(output) if loss is None else _scalar(loss(output))
             except Exception as error:
                 first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                told = shapes_of(sample)
+                if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(sample)):
+                    told = "which has no tensors: pass torch.empty(8, 64) or '8x64', not a shape"
                 raise ValueError(
                     f"{caller}: {what} of the {type(model).__mro__[1].__name__} failed on tensors like the "
-                    f"{name}, {shapes_of(sample)}: {first_line}"
+                    f"{name}, {told}: {first_line}"
                 ) from error
 
         return call
@@ -206,7 +209,7 @@ def shapes_of(sample: Any) -> str:
         for leaf in pytree.tree_leaves(part)
         if isinstance(leaf, Tensor)
     ]
-    return ", ".join(shown) or "which has no tensors: pass torch.empty(8, 64) or '8x64', not a shape"
+    return ", ".join(shown) or "nothing"
 
 
 # --- optimizers -----------------------------------------------------------------------------------

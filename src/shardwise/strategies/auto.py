@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.dry_run.arguments import check_model, memory_in_bytes, shapes_of, training_of
 from shardwise.dry_run.step import Step, dry_run
 from shardwise.layout.mesh import ShardMesh, resolve_mesh
-from shardwise.layout.text_tables import ruled, unit_for
+from shardwise.layout.text_tables import in_own_unit, ruled, unit_for
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.strategies.meshes import STRATEGIES, ranks_per_host
 from shardwise.strategies.module_trees import range_of_names
@@ -109,10 +109,9 @@ class Choice:
         return overrides_for(self.trial.kept)
 
     def __str__(self) -> str:
-        unit, size = unit_for(self.memory)
         return (
             f'strategy "auto" chose {self.trial}: it exposes the fewest bytes of what fits in '
-            f"{self.memory / size:,.2f} {unit}, of which a tenth stays free"
+            f"{in_own_unit(self.memory)}, of which a tenth stays free"
         )
 
     def table(self) -> Iterator[str]:
