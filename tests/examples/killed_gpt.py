@@ -53,7 +53,7 @@ class Plan:
     def reached(self, moment: str, step: int, last_words: Callable[[], None] = lambda: None) -> None:
         """Die, if this is where the plan says so, and never return then; or tell whom it says to stop."""
         if (term := self.content["term"]) and term[:3] == [RANK, moment, step]:
-            os.kill(os.getpid() if term[3] == "rank" else os.getppid(), signal.SIGTERM)
+            terminate(os.getpid() if term[3] == "rank" else os.getppid())
         if self.next_kill == [RANK, moment, step]:
             last_words()
             self.content["kills"].pop(0)
@@ -68,6 +68,24 @@ class Plan:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(self.path)
+
+
+def terminate(process: int) -> None:
+    """Send SIGTERM to this process, or to torchrun, and return when it has arrived here.
+
+    torchrun may take longer to pass it on than this rank takes for some steps.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    assert callable(handler), "the example handles it"
+    arrived, arrival = os.pipe()
+
+    def note(number: int, frame: Any) -> None:
+        handler(number, frame)
+        os.write(arrival, b"1")
+
+    signal.signal(signal.SIGTERM, note)
+    os.kill(process, signal.SIGTERM)
+    os.read(arrived, 1)
 
 
 def watch(plan: Plan) -> None:
