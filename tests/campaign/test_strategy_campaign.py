@@ -149,6 +149,7 @@ EXACT_KINDS = [kind for kind in ALL_KINDS if kind != "single"]
 # --- sharding -------------------------------------------------------------------------------------
 
 FLAT, HYBRID = ("zero3", "ddp", "zero1", "zero2"), ("hybrid", "hybrid_zero2")
+WITHIN_HOSTS = "zero3_hpz"  # on the mesh of the hybrid ones, but ties are over one mesh
 LEAVES = (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Conv2d, nn.Embedding, nn.GRU)
 
 
@@ -310,7 +311,7 @@ OVERRIDE = record(
     {
         "target": choice(*range(6)),
         "by": choice("name", "name", "class", "pattern"),
-        "strategy": choice(None, *FLAT, *HYBRID),
+        "strategy": choice(None, *FLAT, *HYBRID, WITHIN_HOSTS),
         "reshard": choice(None, None, None, True, False),
         "precision": choice(None, None, None, None, "same"),
         "comm": choice(False, False, True),
@@ -382,7 +383,7 @@ DRAWS = record(
         "overrides": many(OVERRIDE, least=0, most=3),
         "blocks": with_one_again(many(choice(*EXACT_KINDS * 10, "single"), least=1, most=4)),
         "world": choice(2, 2, 1, 3, 4, 4),
-        "strategy": choice(*FLAT, *HYBRID),
+        "strategy": choice(*FLAT, *HYBRID, WITHIN_HOSTS),
         "hosts": choice(1, 2, 4, 3),
         "mesh": choice(*(True,) * 12, False),
         "sizes": choice(*SIZES),
@@ -458,7 +459,7 @@ def settled(draw: Draw) -> Draw:
     if draw["unused"] is not None and (draw["unused"] >= len(draw["blocks"]) or len(draw["blocks"]) < 2):
         draw["unused"] = None
     if is_tied(draw):  # ties stay on one mesh
-        family = FLAT if draw["strategy"] in FLAT else HYBRID
+        family = next((f for f in (FLAT, HYBRID) if draw["strategy"] in f), (WITHIN_HOSTS,))
         for each in draw["overrides"]:
             if not (draw["mesh"] and each["strategy"] in family):
                 each["strategy"] = None
@@ -507,7 +508,7 @@ def _without_what_is_known(draw: Draw) -> Draw:
 
 def keeps_groups(draw: Draw) -> bool:
     strategies = [draw["strategy"], *(each["strategy"] for each in draw["overrides"])]
-    is_kept = any(name is not None and name.endswith(("zero1", "zero2")) for name in strategies)
+    is_kept = any(name is not None and name.endswith(("zero1", "zero2", "hpz")) for name in strategies)
     return is_kept or any(each["reshard"] is False for each in draw["overrides"])
 
 

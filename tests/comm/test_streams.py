@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from models import even_tower, random_batch
 from reference import Recipe, assert_same_record, plain_run, sharded_run
 from simulated_device import Device, Event, Stream, install
 
-from shardwise.comm import buffers, reduction
+from shardwise.comm import buffers
 from shardwise.comm.buffers import buffer_for, typed_range
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduction import GradientPart, ReduceScatter, Reduction, SecondStage
@@ -247,16 +246,15 @@ class LoggedReduce:
     def start(
         self, stream: Any, part: GradientPart, gradients: Sequence[Any], sums: Any, divisor: float
     ) -> Any:
-        with mock.patch.object(reduction, "buffer_for", self.allocate):
-            output = sums()
+        output = sums()
         self.log.append(f"sum over shards{self.name} starts")
         tell(self.log, f"sums{self.name}", output)
         output.view(torch.float64).fill_(len(gradients) / divisor)
         return lambda: self.log.append(f"sum over shards{self.name} ends")
 
-    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_sums(self) -> torch.Tensor:
         self.log.append(f"sums{self.name} are allocated")
-        return buffer_for(*args, **kwargs)
+        return buffer_for(self.layout, self.device)
 
 
 def layout_of(dtype: torch.dtype, numel: int = 4) -> Layout:

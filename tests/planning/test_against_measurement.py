@@ -47,7 +47,7 @@ def test_a_small_model(world2: World, strategy: str, checkpointing: bool) -> Non
 
 
 @pytest.mark.slow
-@cases("hybrid", "hybrid_zero2")
+@cases("hybrid", "hybrid_zero2", "zero3_hpz")
 def test_a_small_model_on_two_hosts(world4: World, strategy: str, checkpointing: bool) -> None:
     assert_within_bounds(world4, 4, strategies=[strategy], checkpointing=[checkpointing], **SMALL)
 

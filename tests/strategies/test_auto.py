@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes  # steps of whole models: seconds
 SIZES = argparse.Namespace(layers=6, width=192, heads=4, vocab=64, context=32, batch=2)
 TWO = {"ddp": {"replicate": 2}, "zero2": {"shard": 2}, "zero3": {"shard": 2}}
 FOUR = {"ddp": {"replicate": 4}, "zero2": {"shard": 4}, "zero3": {"shard": 4}}
-HOSTS = FOUR | {name: {"replicate": 2, "shard": 2} for name in ("hybrid", "hybrid_zero2")}
+HOSTS = FOUR | {name: {"replicate": 2, "shard": 2} for name in ("hybrid", "hybrid_zero2", "zero3_hpz")}
 
 
 def shard_copy(copy: nn.Module, mesh: Any, strategy: Any, overrides: Any) -> None:
@@ -154,11 +154,16 @@ def test_groups_are_those_of_the_real_call() -> None:
 
 def test_of_hybrid_strategies_what_leaves_a_host_counts() -> None:
     """All ranks of a host send their parts of the gradients over its network; a ring crosses it once."""
-    model = tower(depth=2)
-    whole = sum(param.nbytes for param in model.parameters())
-    choice = chosen(model, "1GB", {"replicate": 4, "shard": 2})
-    assert [trial.strategy for trial in choice.trials] == ["hybrid_zero2"]
-    assert choice.trial.exposed == pytest.approx(2 * whole * 3 / 4, rel=0.05)
+    whole = sum(param.nbytes for param in tower(depth=2).parameters())
+    choice = chosen(tower(depth=2), "1GB", {"replicate": 4, "shard": 2})
+    hybrid, sharded = choice.trials
+    assert [choice.trial.strategy, hybrid.strategy, sharded.strategy] == ["hybrid_zero2"] * 2 + ["zero3_hpz"]
+    assert hybrid.exposed == pytest.approx(2 * whole * 3 / 4, rel=0.05)
+    assert sharded.exposed == pytest.approx(2 * whole * 7 / 8, rel=0.05)
+    # Computed in fewer bytes than it is reduced in.
+    choice = chosen(tower(depth=2), "1GB", {"replicate": 4, "shard": 2}, mp_policy="bf16")
+    assert choice.trial.strategy == "zero3_hpz"
+    assert choice.trial.exposed == pytest.approx(1.5 * whole * 7 / 8, rel=0.05)
 
 
 def test_roles_that_are_named_leave_their_strategies_alone_and_an_optimizer_and_a_loss_count() -> None:

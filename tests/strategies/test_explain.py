@@ -239,7 +239,7 @@ def test_strategies_are_read_off_the_settings(
 
 
 def test_parameters_kept_within_a_few_ranks(world4: World) -> None:
-    assert strategies(world4, with_settings, 2, True, False, False) == ["zero3 (within 2)"] * 2
+    assert strategies(world4, with_settings, 2, True, False, False) == ["zero3_hpz (within 2)"] * 2
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from models import (
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import differences, portrait
-from strategies import FLAT, HYBRID, STRATEGIES, Plan, Wire, groups_of, live_bytes, rows
+from strategies import BY_HOSTS, FLAT, HYBRID, STRATEGIES, Plan, Wire, groups_of, live_bytes, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -62,7 +62,8 @@ def on(*plans: Plan, slowly: tuple[Plan, ...] = ()) -> pytest.MarkDecorator:
 
 # Every strategy, on as few ranks as tell it from others.
 EACH = [Plan("ddp", 2), Plan("zero1", 2), Plan("zero2", 2), Plan("zero3", 2), Plan("hybrid", 4, 2)]
-each_and_slowly_more = on(*EACH, slowly=(Plan("hybrid_zero2", 4, 2), Plan("zero3", 4)))
+MORE = (Plan("hybrid_zero2", 4, 2), Plan("zero3", 4))
+WITHIN_TWO = Plan("zero3_hpz", 4, 2)
 TWO_RANKS = Plan("zero3", 2)
 
 
@@ -113,7 +114,7 @@ TRAVELS: dict[str, dict[tuple[int, bool], tuple[int, int, int]]] = {
 }
 
 
-@each_and_slowly_more
+@on(*EACH, slowly=MORE)
 def test_as_many_bytes_travel_as_the_formulas_say(world: World, plan: Plan) -> None:
     """Exactly. zero3's root counts twice where its blocks count three times: it is kept after forward, since
     backward begins with it, and so is the last block."""
@@ -124,6 +125,19 @@ def test_as_many_bytes_travel_as_the_formulas_say(world: World, plan: Plan) -> N
         in_sums = sums * 2 * (replicas - 1) / replicas * (3 * IN_BLOCK + IN_ROOT) / shards
         for sent in world.run(sent_in_a_step, plan, microbatches, is_quiet):
             assert sent == (messages, in_sums), (microbatches, is_quiet)
+
+
+# By (microbatches, quiet): how many times the model's bytes travel over all ranks, and within hosts. All groups
+# are freed, the root's as well. Quiet microbatches share what their first forward has gathered.
+WITHIN_HOSTS = {ONE: (2, 1), FOUR_TIMES: (8, 4), QUIETLY: (1 + 1, 4 + 3)}
+
+
+@on_ranks(4)
+def test_zero3_hpz_gathers_over_all_ranks_once_and_within_hosts_afterwards() -> None:
+    whole = 3 * IN_BLOCK + IN_ROOT
+    for (microbatches, is_quiet), (over_all, within) in WITHIN_HOSTS.items():
+        sent = sent_in_a_step(WITHIN_TWO, microbatches, is_quiet)
+        assert sent == (whole * (over_all * 3 / 4 + within / 2), 0), (microbatches, is_quiet)
 
 
 # --- what is held ---------------------------------------------------------------------------------
@@ -193,7 +207,8 @@ def formulas(plan: Plan) -> dict[str, float]:
     """
     n = plan.shards
     shard, gradient, state = 4 / n, 4 / n, 8 / n
-    keeps = {"ddp": 0, "zero1": 4, "zero2": 4, "zero3": 0, "hybrid": 0, "hybrid_zero2": 4}[plan.strategy]
+    of_host = 4 / (plan.ranks // plan.hosts)
+    keeps = {"zero1": 4, "zero2": 4, "hybrid_zero2": 4, "zero3_hpz": of_host}.get(plan.strategy, 0)
     # A full copy beside a shard that is everything is none.
     kept_between = 4 if plan.strategy == "zero1" else 0
     kept_between, keeps = (0, 0) if n == 1 else (kept_between, keeps)
@@ -208,7 +223,7 @@ def formulas(plan: Plan) -> dict[str, float]:
     }
 
 
-@each_and_slowly_more
+@on(*EACH, WITHIN_TWO, slowly=MORE)
 def test_as_much_is_held_as_the_formulas_say(world: World, plan: Plan) -> None:
     for found in world.run(held, plan):
         for when, (least, most) in limits(plan).items():
@@ -231,17 +246,21 @@ def test_each_strategy_has_its_own_placements_and_hybrids_shard_over_the_ranks_o
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         if local is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local
-        for strategy in FLAT if local is None else HYBRID:
+        for strategy in FLAT if local is None else BY_HOSTS:
             model = shard_model(built(even_tower), strategy=strategy)
             weight = model.blocks[0].up.weight
             where = (weight.device_mesh.mesh.tolist(), len(weight.to_local()))
             found[strategy] = (weight.placements, *where)
+            if strategy == "zero3_hpz":
+                kept = model._shardwise_state.group.settings.reshard_after_forward
     if local is None:
         assert found["ddp"] == ((Replicate(),), [0, 1, 2, 3], 16)
         assert all(found[strategy] == ((Shard(0),), [0, 1, 2, 3], 4) for strategy in FLAT[1:])
     else:
         want = ((Replicate(), Shard(0)), hosts[local], 16 // int(local))
         assert all(found[strategy] == want for strategy in HYBRID)
+        assert found["zero3_hpz"] == ((Shard(0),), [0, 1, 2, 3], 4)
+        assert kept == {"1": False, "2": 2, "4": True}[local]
 
 
 @on_ranks(2)
@@ -273,6 +292,9 @@ ROLES: list[tuple[str, dict[str, Any], tuple[str, ...] | None, int]] = [
     ("zero2", {"shard": ("a", "b")}, ("a", "b"), 2),
     ("hybrid", {"replicate": "a", "shard": "b"}, ("a", "b"), 4),
     ("hybrid_zero2", {"replicate": "b", "shard": "a"}, ("a", "b"), 4),
+    ("zero3_hpz", {}, None, 2),
+    ("zero3_hpz", {}, ("a", "b"), 2),
+    ("zero3_hpz", {"replicate": "a", "shard": "b"}, ("a", "b"), 2),
 ]
 
 
@@ -283,7 +305,7 @@ def test_meshes_may_have_no_names_or_roles_by_name(
     strategy: str, dims: dict[str, Any], names: tuple[str, ...] | None, rows: int
 ) -> None:
     want = gradients(None, built(uneven_tower))
-    shape = (2, 2) if dims or strategy in HYBRID else (4,)
+    shape = (2, 2) if dims or strategy in BY_HOSTS else (4,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     options = {"dp_mesh_dims": DataParallelMeshDims(**dims)} if dims else {}
     model = shard_model(built(uneven_tower), strategy=strategy, mesh=mesh, **options)
@@ -553,6 +575,15 @@ REFUSALS = {
     ),
     "an override by FSDP1's": case(
         "ValueError", "in the override for 'blocks.1'", "called 'ddp'", overrides={"blocks.1": "NO_SHARD"}
+    ),
+    "hosts behind their ranks": case(
+        "ValueError",
+        "zero3_hpz",
+        "of hosts, shard, before that",
+        "(replicate=2, shard=2)",
+        strategy="zero3_hpz",
+        mesh=square,
+        dp_mesh_dims=DataParallelMeshDims(replicate="shard", shard="replicate"),
     ),
     "zero3 on two dimensions": case("ValueError", "zero3", "hybrid", "2", mesh=square),
     "hybrid on one dimension": case(

@@ -28,7 +28,8 @@ from shardwise.params.parameter import DeferredGradient
 
 FLAT = ("ddp", "zero1", "zero2", "zero3")
 HYBRID = ("hybrid", "hybrid_zero2")
-STRATEGIES = (*FLAT, *HYBRID)
+BY_HOSTS = (*HYBRID, "zero3_hpz")  # on meshes of hosts and the ranks of each
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_hpz", "hybrid", "hybrid_zero2")
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Plan:
     @property
     def shards(self) -> int:
         """Over how many ranks a parameter is sharded."""
-        return 1 if self.strategy == "ddp" else self.ranks // self.hosts
+        return {"ddp": 1, "zero3_hpz": self.ranks}.get(self.strategy, self.ranks // self.hosts)
 
     @property
     def layout(self) -> Layout:
         """The mesh: its data-parallel dimensions are all it has."""
-        if self.strategy in HYBRID:
+        if self.strategy in BY_HOSTS:
             return Layout((self.hosts, self.ranks // self.hosts))
         return Layout((self.ranks,), ("data",), ("data",))
 
@@ -66,11 +67,20 @@ def plans_for(ranks: int) -> list[Plan]:
 
 FOUR = plans_for(4)
 # All strategies on four ranks, and some on fewer; the rest is marked slow.
-ALWAYS = [*FOUR, Plan("zero2", 1), Plan("zero3", 2), Plan("hybrid", 2), Plan("ddp", 3), Plan("zero1", 3)]
+ALWAYS = [
+    *FOUR,
+    Plan("zero3_hpz", 4, 2),
+    Plan("zero2", 1),
+    Plan("zero3", 2),
+    Plan("hybrid", 2),
+    Plan("ddp", 3),
+    Plan("zero1", 3),
+]
 # Of every kind one, and of every number of ranks.
 SOME_PLANS = [
     *(Plan("zero3", 1), Plan("ddp", 2), Plan("zero1", 3)),
     *(Plan("zero1", 4), Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid_zero2", 4, 2)),
+    Plan("zero3_hpz", 4, 2),
 ]
 
 

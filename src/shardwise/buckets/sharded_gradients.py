@@ -242,6 +242,10 @@ class BucketReduction:
             awaited=awaited,
         )
 
+    def reuse_nothing(self) -> None:
+        """Allocate new memory for the gradients of each step, as on a device."""
+        self._reduce_scatter.reuse_nothing()
+
     def close(self, reduction: Reduction, all_reduces: bool, hook: Hook | None) -> None:
         """All gradients are sent: continue with the replicas, if ``all_reduces``."""
         self._covers_replicas = all_reduces or self._mesh.replicate_axis.is_alone

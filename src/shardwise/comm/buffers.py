@@ -13,6 +13,7 @@ Buffers of bytes; each parameter sees its own range in its own dtype. What may b
 
 from collections.abc import Hashable, Iterator, Sequence
 from operator import is_, sub
+from sys import getrefcount
 
 import torch
 from torch import Tensor
@@ -44,6 +45,29 @@ def buffer_for(layout: Layout, device: torch.device) -> Tensor:
     """A buffer laid out as a flat shard, for every parameter to be written, with zeros in between."""
     make = torch.zeros if layout.has_gaps else torch.empty
     return make(layout.shard_bytes, dtype=torch.uint8, device=device)
+
+
+class ReusedBuffer:
+    """A buffer laid out as a flat shard, for each step: that of an earlier step if nothing refers to it.
+
+    For host memory. Its allocator returns large buffers to the system, and faulting in new pages takes longer
+    than writing to them. The allocator of a device keeps its memory.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._storage: torch.UntypedStorage | None = None
+
+    def take(self) -> Tensor:
+        """The memory, with undefined contents; other memory while tensors still refer to it."""
+        if self._storage is None or self._storage.nbytes() != self._layout.shard_bytes:  # it was resized
+            made = buffer_for(self._layout, self._device)
+            self._storage = made.untyped_storage()
+            return made
+        # All tensors count as one reference to the object of a storage in Python, which may be held as well.
+        if tensor_impl.num_references(self._storage) > 1 or getrefcount(self._storage) > 2:
+            return buffer_for(self._layout, self._device)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)
 
 
 KEPT_ON_HOST_BYTES = 1 << 20

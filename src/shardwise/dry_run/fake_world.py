@@ -37,10 +37,17 @@ class SilentGroup(c10d.PythonGroup):
     Bytes sent are the fewest possible: those of a ring, or of an exchange between all pairs.
     """
 
-    def __init__(self, dimension: str, world: int, sent: Sent) -> None:
+    def __init__(self, dimension: str, world: int, sent: Sent, last_dimension: str) -> None:
         super().__init__(0, world, _BACKEND, f"shardwise_dry_run_{dimension}_{id(self)}")
         self._dimension = dimension
+        self._last_dimension = last_dimension
         self._sent = sent
+
+    def part(self, members: Sequence[int]) -> "SilentGroup":
+        """A group of some of these ranks, neighbours along the last dimension."""
+        made = SilentGroup(self._last_dimension, len(members), self._sent, self._last_dimension)
+        c10d.add_group(made, _BACKEND)
+        return made
 
     def _tell(self, num_bytes: int, rounds: int, tensors: Sequence[Tensor]) -> _Done:
         world = self.size()
@@ -85,8 +92,10 @@ def fake_world(shape: dict[str, int], sent: Sent) -> Iterator[DeviceMesh]:
     with c10d.own_world(), ExitStack() as stack:
         dtensor.forget_operations()
         stack.callback(dtensor.forget_operations)
-        along = {name: SilentGroup(name, size, sent) for name, size in shape.items()}
-        everyone = next(iter(along.values())) if len(along) == 1 else SilentGroup("all", sizes.numel(), sent)
+        first, last = next(iter(shape)), list(shape)[-1]
+        along = {name: SilentGroup(name, size, sent, last) for name, size in shape.items()}
+        # What all ranks exchange is as slow as the first dimension.
+        everyone = along[first] if len(along) == 1 else SilentGroup(first, sizes.numel(), sent, last)
         for group in {*along.values(), everyone}:
             c10d.add_group(group, _BACKEND, is_default=group is everyone)
         groups: Any = everyone if len(along) == 1 else list(along.values())

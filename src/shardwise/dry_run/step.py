@@ -204,10 +204,12 @@ def _use_parts_of_devices(groups: Sequence[ParameterGroup]) -> None:
 
 
 def _free_as_devices_do(groups: Sequence[ParameterGroup]) -> None:
-    """Keep no small buffers between uses, which on the host saves page faults."""
+    """Keep no buffers between uses, which on the host saves page faults."""
     for group in groups:
         for stream in (group.streams.all_gather, group.streams.reduce_scatter, group.streams.all_reduce):
             cast(HostStream, stream).keep_nothing()
+        for bucket in group.buckets:
+            bucket.reduction.reuse_nothing()
         for unsharded in group.unsharded.buckets:
             unsharded.buffer.keep_no_small_memory()
             if group.unsharded.state is SHARDED:

@@ -281,7 +281,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
 
 
 def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMesh:
-    named = {role: _names(dims, role) for role in ("replicate", "shard")}
+    named = {role: dim_names(dims, role) for role in ("replicate", "shard")}
     known = mesh.mesh_dim_names or ()
     chosen = [name for names in named.values() for name in names]
     if not chosen:
@@ -328,7 +328,8 @@ def _resolve_named(mesh: DeviceMesh, dims: Any, device: torch.device) -> ShardMe
     )
 
 
-def _names(dims: Any, role: str) -> tuple[str, ...]:
+def dim_names(dims: Any, role: str) -> tuple[str, ...]:
+    """The names of the mesh dimensions that ``dp_mesh_dims`` gives this role."""
     if not hasattr(dims, role):
         raise TypeError(
             f"fully_shard: dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=..., "

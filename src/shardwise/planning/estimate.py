@@ -73,7 +73,7 @@ def estimate(
     Args:
         model: not sharded; on the meta device, or anywhere: only shapes and dtypes are read.
         world: the number of ranks, or the number of hosts and of ranks on each, ``(8, 8)`` or ``"8x8"``,
-            which the hybrid strategies need.
+            which the hybrid strategies and ``zero3_hpz`` need.
         strategy: one strategy, or several. None: all that are possible for ``world``.
         batch: the arguments of forward on a rank: a tensor, a tuple of arguments or a dict of them by name,
             of which only shapes and dtypes are read; or shapes as text, separated by commas: ``"8x4096"``
@@ -97,9 +97,10 @@ def estimate(
         memory: what a rank has, in bytes, as ``"80GB"`` or as ``"h100"``. The estimate then shows what fits
             and, if nothing does, what you could change.
         bandwidth: what a rank can send in a second, in bytes or as ``"50GB/s"``; or by mesh dimension,
-            ``{"shard": "400GB/s", "replicate": "50GB/s"}``. The estimate then shows a lower bound of the time
-            of a step, and an upper bound of the share of the device's speed that it can use (MFU). None: by
-            ``flops`` alone, if that is given.
+            ``{"shard": "400GB/s", "replicate": "50GB/s"}``; for ``zero3_hpz``, ``shard`` is within hosts, and
+            ``replicate`` among all ranks. The estimate then shows a lower bound of the time of a step, and an
+            upper bound of the share of the device's speed that it can use (MFU). None: by ``flops`` alone, if
+            that is given.
         flops: the speed of a device in FLOP/s, or its name; default: of the device named in ``memory``.
         largest_batch: also look for the largest batch that fits in ``memory``, all of it: name less than the
             device has. Runs some more steps.
@@ -237,9 +238,9 @@ def _strategies_for(strategy: Any, sizes: tuple[int, ...]) -> list[str]:
             raise ValueError(f"estimate: {no_strategy(str(name), STRATEGIES)} None stands for all.")
         if len(STRATEGIES[name].roles) > len(sizes):
             raise ValueError(
-                f"estimate: strategy '{name}' shards over the ranks of a host and replicates over hosts, but "
-                f"world={sizes[0]} does not give the number of hosts. Pass both, world=(hosts, "
-                f"ranks_per_host), such as ({max(1, sizes[0] // 8)}, {min(8, sizes[0])})."
+                f"estimate: strategy '{name}' treats the ranks of a host as a unit, but world={sizes[0]} "
+                "does not give the number of hosts. Pass both, world=(hosts, ranks_per_host), such as "
+                f"({max(1, sizes[0] // 8)}, {min(8, sizes[0])})."
             )
     return names
 
@@ -375,5 +376,7 @@ def _more_ranks(row: StrategyEstimate, sizes: tuple[int, ...], limit: int) -> tu
     factor = 2
     while rest + sharded / factor > limit and factor < 1 << 16:
         factor *= 2
+    if STRATEGIES[row.strategy].shards_over_both:
+        return (sizes[0] * factor, *sizes[1:])
     # Hybrid strategies shard over the ranks of a host alone.
     return (*sizes[:-1], sizes[-1] * factor)

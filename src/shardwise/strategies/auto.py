@@ -5,6 +5,7 @@ A step of each candidate runs on fake tensors (``dry_run``), on a copy of the mo
     ddp, zero2, hybrid_zero2   all parameters are unsharded at once
     zero3, hybrid              where those do not fit, with as many of the last groups kept until backward as
                                do fit
+    zero3_hpz                  where zero2, which sends as much to other hosts, does not fit or has no mesh
 
 zero1 is no candidate: in a step of one backward it sends what zero2 does, and holds more. The last groups are
 those that are kept since backward frees them first: while it runs, gradients take their place.
@@ -71,14 +72,16 @@ class Trial:
         inner = dict.fromkeys(mark.removeprefix("forward ") for mark in told)
         inner.pop(step.groups[0], None)
         sent = sum(step.sent.values())
+        # What a host sends to others: along the first of two dimensions, each of its ranks sends that. If
+        # they exchange it with all ranks, as in a ring, one of them does.
+        num_senders = 1 if STRATEGIES[strategy].shards_over_both else shape.get("shard", 1)
         return Trial(
             strategy,
             kept,
             peak.num_bytes,
             where,
             sent=sent,
-            # Of two dimensions, what a host sends to others counts.
-            exposed=sent if len(shape) == 1 else step.sent.get("replicate", 0) * shape["shard"],
+            exposed=sent if len(shape) == 1 else step.sent.get("replicate", 0) * num_senders,
             order=tuple(tuple(name.split(", ")) for name in inner),
         )
 
@@ -299,14 +302,18 @@ class Search:
         return trial.num_bytes <= self._usable
 
     def _trials(self) -> Iterator[Trial]:
+        fits = {}
         for whole, resharding in (("ddp", None), ("zero2", "zero3"), ("hybrid_zero2", "hybrid")):
             if whole not in self._shapes:
                 continue
             # At the end of forward all parameters are unsharded: no need to run what cannot fit.
             trial = Trial(whole, (), self._whole) if self._whole > self._usable else self._try(whole)
             yield trial
-            if resharding is not None and not self._fits(trial):
+            fits[whole] = self._fits(trial)
+            if resharding is not None and not fits[whole]:
                 yield from self._with_kept_groups(resharding)
+        if "zero3_hpz" in self._shapes and not fits.get("zero2"):
+            yield self._try("zero3_hpz")
 
     def _with_kept_groups(self, strategy: str) -> Iterator[Trial]:
         """The strategy as it is, and with the most of its last groups kept that fit."""

@@ -29,7 +29,7 @@ def explain(model: nn.Module) -> str:
     - strategy: the name of these settings in :func:`shard_model`. Unsharded parameters are freed after
       forward and after backward (``zero3``, ``hybrid``; the root and the last group keep them from forward to
       backward by default), after backward (``zero2``, ``hybrid_zero2``), or not (``zero1``).
-      ``(within 2)``: pairs of ranks keep them together from forward to backward.
+      With ``zero3_hpz (within 2)``, pairs of ranks keep them together from forward to backward.
     - mesh: the number of ranks over which parameters are replicated and sharded.
     - parameters: the number of elements, over all ranks.
     - MB unsharded: the memory of unsharded parameters on a rank, in the dtype of computation. With ``ddp``
@@ -135,9 +135,10 @@ def _strategy(group: ParameterGroup) -> str:
         stage = "zero2" if group.settings.reshard_after_backward else "zero1"
         return f"hybrid_{stage}" if "replicate" in roles else stage
     note = "" if group.settings.reshard_after_backward else " (kept after backward)"
+    stage = "zero3"
     if after_forward is not None and after_forward is not True:
-        note = f" (within {after_forward}){note}"
-    return ("hybrid" if "replicate" in roles else "zero3") + note
+        stage, note = "zero3_hpz", f" (within {after_forward}){note}"
+    return ("hybrid" if "replicate" in roles else stage) + note
 
 
 def _mesh(group: ParameterGroup) -> str:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -10,20 +11,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.arguments import check_type
-from shardwise.layout.mesh import default_device_type, resolve_mesh
+from shardwise.layout.fqns import listed
+from shardwise.layout.mesh import default_device_type, dim_names, mesh_text, resolve_mesh
 from shardwise.policies import DataParallelMeshDims
 
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "zero3_hpz", "hybrid", "hybrid_zero2"]
 
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """``roles``: those of its mesh dimensions. The rest are settings of each group."""
+    """``roles``: those of its mesh dimensions. The rest are settings of each group.
+
+    ``shards_over_both``: over both dimensions as if they were one. The ranks along the last dimension, those
+    of a host, keep the parameters together from forward to backward: see ``reshard_after_forward=n``.
+    """
 
     name: str
     roles: tuple[str, ...]
     reshard_after_forward: bool | None
     reshard_after_backward: bool = True
+    shards_over_both: bool = False
 
 
 STRATEGIES = {
@@ -33,6 +40,7 @@ STRATEGIES = {
         StrategySettings("zero1", ("shard",), False, reshard_after_backward=False),
         StrategySettings("zero2", ("shard",), False),
         StrategySettings("zero3", ("shard",), None),
+        StrategySettings("zero3_hpz", ("replicate", "shard"), None, shards_over_both=True),
         StrategySettings("hybrid", ("replicate", "shard"), None),
         StrategySettings("hybrid_zero2", ("replicate", "shard"), False),
     )
@@ -78,7 +86,7 @@ def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: An
                 f"shard_model: strategy '{strategy.name}' needs dp_mesh_dims to name dimensions to "
                 f"{' and to '.join(strategy.roles)} over; it names those to {' and to '.join(named)} over."
             )
-        return {"mesh": mesh, "dp_mesh_dims": dims}
+        return _over_both(mesh, dims) if strategy.shards_over_both else {"mesh": mesh, "dp_mesh_dims": dims}
     if mesh is None:
         return _arguments_for(strategy, _own_mesh(strategy))
     resolve_mesh(mesh)  # refuses what is no mesh, or has more than two dimensions
@@ -93,7 +101,30 @@ def mesh_arguments(strategy: StrategySettings, mesh: DeviceMesh | None, dims: An
     return _arguments_for(strategy, mesh)
 
 
+def _over_both(mesh: Any, dims: Any) -> dict[str, Any]:
+    """Shards over the dimensions of both roles, and a copy along those of the second until backward."""
+    hosts, ranks = (dim_names(dims, role) for role in ("replicate", "shard"))
+    known = mesh.mesh_dim_names or ()
+    if max(map(known.index, hosts)) > min(map(known.index, ranks)):
+        raise ValueError(
+            f"shard_model: strategy 'zero3_hpz' needs the dimension of hosts, {listed(hosts)}, before that "
+            f"of the ranks of a host, {listed(ranks)}; the mesh has {mesh_text(mesh)}. Exchange the roles in "
+            "dp_mesh_dims, or make the mesh in that order."
+        )
+    return {
+        "mesh": mesh,
+        "dp_mesh_dims": DataParallelMeshDims(shard=(*hosts, *ranks)),
+        "reshard_after_forward": prod(mesh[name].size() for name in ranks),
+    }
+
+
 def _arguments_for(strategy: StrategySettings, mesh: DeviceMesh) -> dict[str, Any]:
+    if strategy.shards_over_both:
+        if mesh.mesh_dim_names is None:
+            pgs = mesh.get_all_groups()
+            mesh = DeviceMesh.from_group(pgs, mesh.device_type, mesh.mesh, mesh_dim_names=strategy.roles)
+        hosts, ranks = mesh.mesh_dim_names or ()
+        return _over_both(mesh, DataParallelMeshDims(replicate=hosts, shard=ranks))
     if "shard" in strategy.roles:
         return {"mesh": mesh}
     if mesh.mesh_dim_names is None:  # roles go by names
@@ -114,8 +145,8 @@ def _own_mesh(strategy: StrategySettings) -> DeviceMesh:
     per_host, found = ranks_per_host(kind, world)
     if per_host is None:
         raise ValueError(
-            f"shard_model: strategy '{strategy.name}' shards over the ranks of a host and replicates over "
-            f"hosts, but {found}, with {world} ranks in all, so they cannot be arranged. Start the job with "
+            f"shard_model: strategy '{strategy.name}' needs to know which ranks are on one host, but "
+            f"{found}, with {world} ranks in all, so they cannot be arranged. Start the job with "
             "torchrun, which sets LOCAL_WORLD_SIZE, or pass mesh=init_device_mesh(device_type, (hosts, "
             'ranks_per_host), mesh_dim_names=("replicate", "shard")).'
         )

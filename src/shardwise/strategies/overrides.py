@@ -53,10 +53,10 @@ def plan_groups(
 def _resolved(asked: dict[str, Any], meshes: dict[tuple[Any, ...], dict[str, Any]]) -> GroupPlan:
     strategy = strategy_named(asked.pop("strategy"))
     mesh, dims = asked.pop("mesh"), asked.pop("dp_mesh_dims")
-    key = (strategy.roles, id(mesh), id(dims))
+    key = (strategy.roles, strategy.shards_over_both, id(mesh), id(dims))
     if key not in meshes:
         meshes[key] = mesh_arguments(strategy, mesh, dims)
-    arguments = {"reshard_after_forward": strategy.reshard_after_forward, **asked, **meshes[key]}
+    arguments = {"reshard_after_forward": strategy.reshard_after_forward, **meshes[key], **asked}
     check_precision(arguments["mp_policy"])
     check_offload(arguments["offload_policy"])
     resolved = resolve_mesh(arguments["mesh"], arguments.get("dp_mesh_dims"))

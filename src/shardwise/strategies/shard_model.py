@@ -89,6 +89,8 @@ def shard_model(
     ``zero1``         P + (P + G + S) / N      P + G: all-gather once a step, reduce-scatter
     ``zero2``         P + (P + G + S) / N      P + G a backward; P only from forward to backward
     ``zero3``         (P + G + S) / N          2 P + G a backward: unsharded for forward and backward
+    ``zero3_hpz``     as ``zero3``; from forward to backward, a host of n ranks keeps P together, each P / n,
+                      and backward all-gathers within hosts
     ``hybrid``        as ``zero3`` with the ranks of a host for N; and an all-reduce of G / N among hosts
     ``hybrid_zero2``  as ``zero2``, likewise
     ================  =======================  ==============================================
@@ -99,12 +101,12 @@ def shard_model(
 
     ``auto`` chooses the candidate that fits in ``memory`` and exposes the fewest bytes. Candidates are
     ``ddp``, ``zero2``, ``zero3`` with as many of the last blocks kept unsharded from forward to backward as
-    fit, and the hybrid strategies if the ranks have a mesh for them. Exposed bytes are those that a rank
-    sends in a step of one backward or, with a hybrid strategy, those that its host sends to others. Between
-    equal candidates, it chooses the one that sends less within hosts, then the one that holds less. Like
-    :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for each candidate, on all ranks.
-    A tenth of ``memory`` stays free for what these steps do not count. :func:`explain` shows the choice and
-    the candidates; the logger "shardwise.strategies.auto" reports it at level INFO.
+    fit, and ``zero3_hpz`` and the hybrid strategies if the ranks have a mesh for them. Exposed bytes are
+    those that a rank sends in a step of one backward or, with these, those that its host sends to others.
+    Between equal candidates, it chooses the one that sends less within hosts, then the one that holds less.
+    Like :func:`shardwise.estimate`, it runs steps on fake tensors, a few seconds for each candidate, on all
+    ranks. A tenth of ``memory`` stays free for what these steps do not count. :func:`explain` shows the
+    choice and the candidates; the logger "shardwise.strategies.auto" reports it at level INFO.
 
     Args:
         model: not sharded itself. Modules inside it that are already sharded stay as they are.
@@ -122,10 +124,10 @@ def shard_model(
             (:class:`shardwise.strategies.WrapClasses`, :class:`shardwise.strategies.WrapBySize`, or any with
             its method ``choose``). None: the repeated blocks; see :class:`shardwise.strategies.WrapRepeated`.
             :func:`explain` shows the result.
-        mesh: of one dimension, or of two, (replicate, shard), for the hybrid strategies. None: all ranks, on
-            the device that :func:`fully_shard` chooses. For the hybrid strategies, they are arranged by
-            ``LOCAL_WORLD_SIZE``, which torchrun sets. On one host, these strategies are the same as ``zero3``
-            and ``zero2``; with one rank on each host, the same as ``ddp``.
+        mesh: of one dimension, or of two, (replicate, shard), for ``zero3_hpz`` and the hybrid strategies.
+            None: all ranks, on the device that :func:`fully_shard` chooses. For these strategies, they are
+            arranged by ``LOCAL_WORLD_SIZE``, which torchrun sets. On one host, they are the same as ``zero3``
+            or ``zero2``; with one rank on each host, the hybrid ones are the same as ``ddp``.
         dp_mesh_dims: names of the dimensions to use, if the mesh has more.
         overrides: for single groups, by module name, pattern of names (``"blocks.*"``) or module class,
             another strategy, or a dict of these arguments: strategy, mesh, dp_mesh_dims, mp_policy,

@@ -199,6 +199,8 @@ def subgroup(
     The newer back ends for NCCL are bound to a device. Without one, they use that of LOCAL_RANK, even if
     the parent has another.
     """
+    if hasattr(parent, "part"):  # of a dry run, which has no store
+        return parent.part(list(members))  # type: ignore[no-any-return]
     c10d = dist.distributed_c10d
     all_ranks = dist.get_process_group_ranks(parent)
     ranks = [all_ranks[member] for member in members]

@@ -27,6 +27,14 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Tells storages apart. ``data_ptr()`` does not: an emptied one has none."""
 
 
+def num_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors share the memory of ``storage``, views included, and one for ``storage`` itself.
+
+    No public function counts them; torch asks this one before it reuses memory of CUDA graphs (2.11 to 2.15).
+    """
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """True for a tensor of torch's own two classes, which is its memory."""
     return type(tensor) in (Tensor, nn.Parameter)
