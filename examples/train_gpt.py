@@ -65,7 +65,7 @@ from shardwise import (
 )
 from shardwise.ranks import StopSignal
 
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hybrid", "hybrid_zero2"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "zero3_hpz", "hybrid", "hybrid_zero2"]
 EVAL_BATCHES = 32
 SAMPLE_BYTES = 300
 TRACED_STEP = 4  # or the last: the first ones record the order of blocks, and compile

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import DataParallelMeshDims, fully_shard, no_sync
+from shardwise.comm import buffers
 
 
 class Large(nn.Module):
@@ -49,17 +51,17 @@ def expected(*steps: int) -> float:
 
 
 @on_ranks(2)
-def test_the_next_step_writes_to_the_same_memory() -> None:
+def test_later_steps_write_to_the_same_memory() -> None:
     model = replicated(Large())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    places = set()
-    for step in range(4):
-        backward(model, step)
-        assert torch.all(gradient(model) == expected(step))
-        places.add(gradient(model).data_ptr())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(places) == 1
+    with mock.patch.object(buffers, "buffer_for", wraps=buffers.buffer_for) as allocate:
+        for step in range(8):
+            backward(model, step)
+            assert torch.all(gradient(model) == expected(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    # One, and some while a thread of gloo's still refers to what it has summed.
+    assert 1 <= allocate.call_count < 8
 
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -92,8 +94,12 @@ def test_what_still_refers_to_a_gradient_keeps_its_values(who: str) -> None:
         values = held._saved_self
     assert set(values.reshape(-1).tolist()) == {expected(0)}
     del held, values
-    backward(model, 3)
-    assert gradient(model).data_ptr() == place  # it is free again
+    for step in range(500):  # it is free again, once no thread of gloo's refers to it
+        backward(model, step)
+        if is_there := gradient(model).data_ptr() == place:
+            break
+        model.zero_grad()
+    assert is_there
 
 
 @on_ranks(2)

@@ -134,7 +134,7 @@ def test_what_keeps_matplotlib_from_being_imported_is_told_before_the_work(
 def test_help_lists_strategies_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "ddp, zero1, zero2, zero3, hybrid, hybrid_zero2; default: all" in shown
+    assert "ddp, zero1, zero2, zero3, zero3_hpz, hybrid, hybrid_zero2; default: all" in shown
     assert "adamw, adam, sgd, sgd-momentum," in shown
 
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
+from shardwise.buckets.local_steps import LocalState, stand_in_for
 from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor, elementwise
 from shardwise.torch_compat.dynamo import break_graphs
@@ -75,18 +76,26 @@ def _params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in groups)
 
 
-def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Not for a step with a closure, which may run the last backward.
-    if DEFERRED and not any(map(callable, (*args[1:], *kwargs.values()))):
+def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may run the last backward
+    if DEFERRED and not has_closure:
         for param in _params_of(optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
-    if any(map(bucket_and_index, _params_of(optimizer.param_groups))):
-        elementwise.run_on_local_tensors()
+    if not any(map(bucket_and_index, _params_of(optimizer.param_groups))):
+        return None
+    if not has_closure and (stand_in := stand_in_for(optimizer)) is not None:
+        return (stand_in, *args[1:]), kwargs
+    elementwise.run_on_local_tensors()
+    return None
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    elementwise.run_as_torch()
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    state = vars(args[0]).get("state")
+    if isinstance(state, LocalState):
+        state.write_back()
+    else:
+        elementwise.run_as_torch()
     known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
     stepped: SteppedParameters = (known and known()) or SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()

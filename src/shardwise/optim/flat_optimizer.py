@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_flags, check_type
+from shardwise.buckets.local_steps import ELEMENTWISE
 from shardwise.buckets.optimizer_steps import SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
@@ -41,11 +42,6 @@ from shardwise.torch_compat import dtensor, optimizers
 
 Optimizer = torch.optim.Optimizer
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
-    *(torch.optim.Rprop, torch.optim.ASGD),
-)
 NOT_ELEMENTWISE = {
     "LBFGS": "it looks at all parameters together",
     "Adafactor": "it keeps sums over rows and columns",

@@ -1,10 +1,10 @@
 """Elementwise operations of optimizers on DTensors, run on their local tensors.
 
-DTensor finds out in Python how each tensor of a fused optimizer is placed (20 us a parameter), and so does
-any operation with a number (80 us for ``p.mul_(0.9)``); pytorch/pytorch#134191 and #109477 report optimizers
-that are slow because of it. Where all operands are placed alike, there is nothing to find out. DTensor first
-looks into a private table of handlers (seen on 2.11 to 2.15); without that table, everything works as before.
-The table is that of the whole process, so handlers are in it only while an optimizer steps.
+For optimizers that ``buckets.local_steps`` does not know. DTensor finds out in Python how the result of any
+operation with a number is placed (80 us for ``p.mul_(0.9)``); pytorch/pytorch#134191 and #109477 report
+optimizers that are slow because of it. Where all operands are placed alike, there is nothing to find out.
+DTensor first looks into a private table of handlers (seen on 2.11 to 2.15); without that table, everything
+works as before. The table is that of the whole process, so handlers are in it only while an optimizer steps.
 
 Operations on lists (``foreach=True``), and those of single tensors that are not here, cost DTensor less than
 a handler would.
@@ -49,11 +49,9 @@ def _table() -> dict[Operator, Handler] | None:
 @cache
 def _handlers() -> dict[Operator, Handler]:
     aten = torch.ops.aten
-    fused = (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)
     return {
         **dict.fromkeys((aten.add_.Tensor, aten.div_.Tensor, aten.mul_.Tensor), _in_place),
         **dict.fromkeys((aten.div.Tensor, aten.sqrt.default), _new),
-        **{getattr(each, n): _lists for each in fused for n in each.overloads() if not n.endswith("out")},
     }
 
 
@@ -74,12 +72,6 @@ def _new(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     if made.dtype != like.dtype or made.stride() != like.stride():
         return _as_torch(op, args, kwargs)  # of another spec
     return make_dtensor(made, spec_of(args[0]))
-
-
-def _lists(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    if (operands := _local_lists(args)) is None or not all(map(_is_same_everywhere, kwargs.values())):
-        return _as_torch(op, args, kwargs)
-    return op(*operands, **kwargs)
 
 
 def _as_torch(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
@@ -113,29 +105,15 @@ def _local_operands(args: Arguments) -> list[Any] | None:
     return found
 
 
-def _local_lists(args: Arguments) -> list[Any] | None:
-    """``args`` with the local tensors of the DTensors in lists; None unless these are placed like those of
-    the first list, one by one."""
-    if set(map(type, args[0])) != {DTensor}:
-        return None
-    specs = list(map(spec_of, args[0]))
-    if not all(map(_are_values, {spec.placements for spec in specs})):
-        return None
-    found = []
-    for operand in args:
-        if set(map(type, operand)) == {DTensor}:
-            if len(operand) != len(specs) or not all(map(_are_alike, map(spec_of, operand), specs)):
-                return None
-            operand = list(map(local_tensor, operand))
-        elif not all(map(_is_same_everywhere, operand)):
-            return None
-        found.append(operand)
-    return found
-
-
 def _is_same_everywhere(operand: Any) -> bool:
     """True for no tensor, or a plain one without dims, which DTensor takes for replicated."""
     return not isinstance(operand, Tensor) or (type(operand) is Tensor and not operand.dim())
+
+
+def are_placed_alike(a: Tensor, b: Tensor) -> bool:
+    """True if local tensors hold values, and the same part of full tensors of one shape."""
+    spec = spec_of(a)
+    return _are_values(spec.placements) and _are_alike(spec_of(b), spec)
 
 
 @cache
