@@ -64,7 +64,8 @@ class ReusedBuffer:
             made = buffer_for(self._layout, self._device)
             self._storage = made.untyped_storage()
             return made
-        # All tensors count as one reference to the object of a storage in Python, which may be held as well.
+        # Callers may also hold the object of the storage. Torch 2.11 to 2.14 let that have one reference more
+        # while there are tensors, so that the second count shows both; but it is the first that says so.
         if tensor_impl.num_references(self._storage) > 1 or getrefcount(self._storage) > 2:
             return buffer_for(self._layout, self._device)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage)
