@@ -163,6 +163,8 @@ def test_of_hybrid_strategies_what_leaves_a_host_counts() -> None:
     # Computed in fewer bytes than it is reduced in.
     choice = chosen(tower(depth=2), "1GB", {"replicate": 4, "shard": 2}, mp_policy="bf16")
     assert choice.trial.strategy == "zero3_hpz"
+    # No candidate where zero2 fits, which exposes as much.
+    assert [trial.strategy for trial in choice_for(HOSTS, "1GB").trials] == ["ddp", "zero2", "hybrid_zero2"]
     assert choice.trial.exposed == pytest.approx(1.5 * whole * 7 / 8, rel=0.05)
 
 
