@@ -157,6 +157,31 @@ def test_hooks_closures_and_subclasses_see_the_optimizer_they_know() -> None:
 
 
 @on_ranks(2)
+def test_hooks_after_a_step_find_the_state_and_may_replace_it() -> None:
+    model, plain = both()
+    seen = []
+    moved: dict[int, Tensor] = {}
+
+    def keep_elsewhere(optimizer: Any, *_: Any) -> None:
+        seen.append(len(optimizer.state))
+        for state in optimizer.state.values():
+            moved[id(state)] = state["exp_avg"] = state["exp_avg"].clone()
+
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    for each in optimizers:
+        each.register_step_post_hook(keep_elsewhere)
+    for step in range(3):
+        give_gradients(model, plain, step)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+            assert all(state["exp_avg"] is moved[id(state)] for state in each.state.values())
+        assert_states_equal(*optimizers, model, plain)
+        assert seen[-2] == seen[-1] == 4
+    assert_equal(model, plain)
+
+
+@on_ranks(2)
 def test_gradients_and_state_that_are_placed_otherwise_are_left_to_dtensor() -> None:
     model, plain = both()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]

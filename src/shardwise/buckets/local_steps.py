@@ -87,16 +87,25 @@ class LocalState(dict[Tensor, Any]):
         return local
 
     def __missing__(self, key: Tensor) -> Any:
-        state = self._state[self._params.get(key, key)]
-        self[key] = made = dict(zip(state, map(plain, state.values()), strict=True))
+        param = self._params.get(key, key)
+        state = self._state[param]
+        self[key] = made = StateOfLocal(param, state) if isinstance(param, DTensor) else state
         return made
 
-    def write_back(self) -> None:
-        """Give the optimizer what its state has become, in DTensors."""
-        for key, made in self.items():
-            param = self._params.get(key, key)
-            state = self._state[param]
-            for name, value in made.items():
-                if plain(before := state.get(name)) is not value or before is None:
-                    is_number = name in _NUMBERS or not isinstance(value, Tensor)
-                    state[name] = value if is_number else placed_as(param, value)
+
+class StateOfLocal(dict[str, Any]):
+    """The state of a parameter, in local tensors.
+
+    What the step adds to it is in ``state`` at once, in DTensors: hooks after the step, which may move the state
+    elsewhere, find it there.
+    """
+
+    def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
+        super().__init__(zip(state, map(plain, state.values()), strict=True))
+        self._param, self._state = param, state
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if name not in self._state or plain(self._state[name]) is not value:
+            is_number = name in _NUMBERS or not isinstance(value, Tensor)
+            self._state[name] = value if is_number else placed_as(self._param, value)

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.buckets.local_steps import LocalState, stand_in_for
+from shardwise.buckets.local_steps import stand_in_for
 from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor, elementwise
 from shardwise.torch_compat.dynamo import break_graphs
@@ -90,12 +90,8 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     return None
 
 
-def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    state = vars(args[0]).get("state")
-    if isinstance(state, LocalState):
-        state.write_back()
-    else:
-        elementwise.run_as_torch()
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    elementwise.run_as_torch()
     known = getattr(optimizer, "stepped_parameters", None)  # saves a pass over all parameters
     stepped: SteppedParameters = (known and known()) or SteppedParameters.of(optimizer.param_groups)
     buckets = stepped.buckets()
