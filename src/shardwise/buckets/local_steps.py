@@ -96,8 +96,8 @@ class LocalState(dict[Tensor, Any]):
 class StateOfLocal(dict[str, Any]):
     """The state of a parameter, in local tensors.
 
-    What the step adds to it is in ``state`` at once, in DTensors: hooks after the step, which may move the state
-    elsewhere, find it there.
+    What the step adds to it is in ``state`` at once, in DTensors: hooks after the step, which may move the
+    state elsewhere, find it there.
     """
 
     def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
