@@ -30,7 +30,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer | None:
-    """What steps the local tensors in place of ``optimizer``; None if that could be another step.
+    """An optimizer that steps the local tensors in place of ``optimizer``; None if the result could differ.
 
     It reads gradients and state when its step asks for them, after other hooks.
     """

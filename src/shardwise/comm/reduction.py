@@ -56,8 +56,8 @@ class GradientPart:
 
 
 _REUSED_BYTES = 1 << 20
-"""In host memory, whole gradients of this size are written to the memory of earlier ones. It takes 0.9 of the
-time of a step of a GPT of 100 million parameters, of which 0.1 are page faults of new memory."""
+"""In host memory, a group's whole gradients of at least this size reuse the memory of earlier ones. A step of
+a GPT of 100 million parameters then takes 0.9 of the time: page faults of new memory took the other 0.1."""
 
 _MOST_PARTS = 4
 """The most parts of a bucket. Of three equal parts, two are in flight while one is computed."""

@@ -1,6 +1,6 @@
 """Elementwise operations of optimizers on DTensors, run on their local tensors.
 
-For optimizers that ``buckets.local_steps`` does not know. DTensor finds out in Python how the result of any
+For steps that ``buckets.local_steps`` cannot run. DTensor finds out in Python how the result of any
 operation with a number is placed (80 us for ``p.mul_(0.9)``); pytorch/pytorch#134191 and #109477 report
 optimizers that are slow because of it. Where all operands are placed alike, there is nothing to find out.
 DTensor first looks into a private table of handlers (seen on 2.11 to 2.15); without that table, everything
