@@ -279,7 +279,7 @@ total       5 groups                      1,810,560        7.2422       3.6211
 strategy "auto" chose zero3, blocks.1 ... blocks.3 kept until backward: it exposes the fewest bytes of what fits in 26.80 MB, of which a tenth stays free.
 tried                                             peak, MB  in                    exposed, MB  sent, MB  fits
 -------------------------------------------------------------------------------------------------------------
-ddp                                                  31.02  backward of blocks.0         7.24      7.24  no
+ddp                                                  33.38  backward of blocks.3         7.24      7.24  no
 zero2                                                25.41  backward of blocks.2         7.24      7.24  no
 zero3                                                23.73  backward of blocks.1         9.91      9.91  yes
 zero3, blocks.1 ... blocks.3 kept until backward     23.73  backward of blocks.1         8.13      8.13  yes
