@@ -5,7 +5,7 @@ eight. A hook before a step may replace its arguments, of which the optimizer is
 same class steps the local tensors instead. The optimizer itself is not changed, whatever the step raises.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -29,6 +29,11 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 """State of these that is a plain number beside tensors like the parameter."""
 
 
+def params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """The parameters of param groups."""
+    return chain.from_iterable(group["params"] for group in groups)
+
+
 def stand_in_for(optimizer: Optimizer) -> Optimizer | None:
     """An optimizer that steps the local tensors in place of ``optimizer``; None if the result could differ.
 
@@ -36,16 +41,13 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer | None:
     """
     if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if isinstance(param, DTensor) and not _is_local(param, optimizer.state.get(param, _NOTHING)):
+    for param in params_of(optimizer.param_groups):
+        if isinstance(param, DTensor) and not _is_local(param, optimizer.state.get(param, {})):
             return None
     made: Optimizer = object.__new__(type(optimizer))
-    state = LocalState(optimizer.state)
+    state = _LocalState(optimizer.state)
     vars(made).update(vars(optimizer), param_groups=_LocalGroups(optimizer.param_groups, state), state=state)
     return made
-
-
-_NOTHING: dict[str, Any] = {}
 
 
 def _is_local(param: DTensor, state: dict[str, Any]) -> bool:
@@ -61,7 +63,7 @@ def _is_local(param: DTensor, state: dict[str, Any]) -> bool:
 class _LocalGroups:
     """Param groups, with the local tensors of parameters."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], state: "LocalState") -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], state: "_LocalState") -> None:
         self._groups, self._state = groups, state
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -69,7 +71,7 @@ class _LocalGroups:
             yield {**group, "params": list(map(self._state.local, group["params"]))}
 
 
-class LocalState(dict[Tensor, Any]):
+class _LocalState(dict[Tensor, Any]):
     """The state of an optimizer by local tensors, of which each has the gradient of its parameter."""
 
     def __init__(self, state: Any) -> None:
@@ -89,11 +91,11 @@ class LocalState(dict[Tensor, Any]):
     def __missing__(self, key: Tensor) -> Any:
         param = self._params.get(key, key)
         state = self._state[param]
-        self[key] = made = StateOfLocal(param, state) if isinstance(param, DTensor) else state
+        self[key] = made = _StateOfLocal(param, state) if isinstance(param, DTensor) else state
         return made
 
 
-class StateOfLocal(dict[str, Any]):
+class _StateOfLocal(dict[str, Any]):
     """The state of a parameter, in local tensors.
 
     What the step adds to it is in ``state`` at once, in DTensors: hooks after the step, which may move the

@@ -8,8 +8,7 @@ but not the version counter, by which autograd refuses a backward whose weights 
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.buckets.bucket import Bucket, bucket_and_index
-from shardwise.buckets.local_steps import stand_in_for
+from shardwise.buckets.local_steps import params_of, stand_in_for
 from shardwise.params.parameter import DEFERRED, refuse_deferred
 from shardwise.torch_compat import dtensor, elementwise
 from shardwise.torch_compat.dynamo import break_graphs
@@ -35,7 +34,7 @@ class SteppedParameters:
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]]) -> "SteppedParameters":
         """Made from param groups. Parameters without gradient were left out of the step."""
-        found = [(p, place[0]) for p in _params_of(groups) if (place := bucket_and_index(p)) is not None]
+        found = [(p, place[0]) for p in params_of(groups) if (place := bucket_and_index(p)) is not None]
         changed = [param for param, _ in found if param.grad is not None]
         return cls([*changed, *map(dtensor.local_tensor, changed)], [bucket for _, bucket in found])
 
@@ -72,17 +71,13 @@ def add_step_listener(listener: StepListener) -> None:
         _listeners[listener] = None
 
 
-def _params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in groups)
-
-
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may run the last backward
     if DEFERRED and not has_closure:
-        for param in _params_of(optimizer.param_groups):
+        for param in params_of(optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
-    if not any(map(bucket_and_index, _params_of(optimizer.param_groups))):
+    if not any(map(bucket_and_index, params_of(optimizer.param_groups))):
         return None
     if not has_closure and (stand_in := stand_in_for(optimizer)) is not None:
         return (stand_in, *args[1:]), kwargs
