@@ -1,5 +1,7 @@
 """What one training step does, in which order: unshards ahead, frees behind, one reduction a group."""
 
+import copy
+
 import torch
 from events import events_of
 from expecttest import assert_expected_inline
@@ -220,6 +222,46 @@ reduce blocks.1
 backward blocks.0
 reduce Again
 reduce blocks.0""",
+    )
+
+
+class InTurn(nn.Module):
+    """Uses its layers in turn, one a call."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block, copy.deepcopy(block)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers[self.calls % 2](x)
+
+
+def reductions_of_a_block_that_uses_other_parameters_in_each_call() -> list[str]:
+    model = built(Again, seed=0)
+    model.blocks[0] = InTurn(model.blocks[0])
+    shard_tower(model)
+    events = events_of(model)
+    backward(model, 0)
+    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+
+
+def test_a_block_that_has_gradients_of_its_last_call_is_not_reduced_before_those_of_the_first(
+    world2: World,
+) -> None:
+    assert_expected_inline(
+        the_same_on_all_ranks(world2.run(reductions_of_a_block_that_uses_other_parameters_in_each_call)),
+        """\
+backward Again
+backward blocks.2
+reduce blocks.2
+backward blocks.0
+backward blocks.1
+reduce blocks.1
+backward blocks.0
+reduce blocks.0
+reduce Again""",
     )
 
 

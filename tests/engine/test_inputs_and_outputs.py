@@ -424,12 +424,13 @@ def test_a_loss_left_on_an_attribute_trains_beside_any_output_or_none(
 
 
 class LateOnTorchs(nn.Module):
-    """Leaves a loss on a module of torch's own, where ``first`` has stood in the forwards before."""
+    """Leaves a loss on a module of torch's own, where ``first`` has stood in the forwards before, or nothing."""
 
     def __init__(self, first: Any) -> None:
         super().__init__()
         self.body, self.router = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.body.aux_loss = first
+        if first != "nothing":
+            self.body.aux_loss = first
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -447,7 +448,9 @@ def loss_on_torchs(model: Any, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize(("first", "reshard"), [(None, True), (0.0, False), (torch.zeros(()), True)])
+@pytest.mark.parametrize(
+    ("first", "reshard"), [(None, True), (0.0, False), (torch.zeros(()), True), ("nothing", True)]
+)
 def test_a_loss_that_replaces_something_on_a_module_of_torchs_trains(
     side: Side, first: Any, reshard: bool
 ) -> None:

@@ -1,6 +1,7 @@
 """A load that fails half-way leaves a mark: nobody computes with, saves or exports half of a model's weights."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ def test_half_a_model_is_of_no_use() -> None:
     told = {
         "forward": refusal(model, X),
         "a block's forward": refusal(model.blocks[0], X),
+        "a copy's forward": refusal(deepcopy(model), X),
         "full state": refusal(full_state_dict, model),
         "walk": refusal(iter_full_parameters, model),
         "files": refusal(save_safetensors, model, "never"),

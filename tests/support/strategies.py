@@ -60,16 +60,15 @@ class Plan:
 
 
 def plans_for(ranks: int) -> list[Plan]:
-    """Every strategy on `ranks` ranks; hybrids on one host and on two, where that is something else."""
+    """Every strategy on `ranks` ranks; those by hosts on one host and on two, where that is something else."""
     hosts = {1: [1], 2: [1, 2], 3: [], 4: [2]}[ranks]
-    return [Plan(s, ranks) for s in FLAT] + [Plan(s, ranks, count) for s in HYBRID for count in hosts]
+    return [Plan(s, ranks) for s in FLAT] + [Plan(s, ranks, count) for s in BY_HOSTS for count in hosts]
 
 
 FOUR = plans_for(4)
 # All strategies on four ranks, and some on fewer; the rest is marked slow.
 ALWAYS = [
     *FOUR,
-    Plan("zero3_hpz", 4, 2),
     Plan("zero2", 1),
     Plan("zero3", 2),
     Plan("hybrid", 2),
