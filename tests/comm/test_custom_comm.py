@@ -266,6 +266,20 @@ def test_only_sums_are_asked_for_where_sums_are_forced(world: World, factor: flo
         assert ratio == pytest.approx(1.0 if factor is None else world.size / factor, abs=1e-10)
 
 
+@on_ranks(2)
+def test_forced_sums_reach_the_communicators_in_use_and_those_made_later() -> None:
+    model = sharded_tower()
+    (bucket,) = model._shardwise_state.group.buckets
+    for enable in (True, False, True):
+        model.set_force_sum_reduction_for_comms(enable)
+        assert bucket.communication.reduce_scatter.force_sum == enable
+    before = bucket.communication.reduce_scatter
+    model.set_separate_reduce_scatter_group(True)
+    model(random_batch(0, 4)).sum().backward()
+    assert bucket.communication.reduce_scatter is not before
+    assert bucket.communication.reduce_scatter.force_sum
+
+
 def groups_used(enable: bool) -> tuple[set[str], set[str]]:
     model = sharded_tower()
     comms = Comms(model)

@@ -279,7 +279,12 @@ def test_methods_put_on_local_tensors_are_called(side: Side) -> None:
     side.shard(model[2], model, reshard_after_forward=True)
     for layer in (model[0], model[2]) if side.is_sharded else ():
         give_methods(layer.weight._local_tensor)
+    if side.is_sharded:
+        model.set_force_sum_reduction_for_comms(True)
     train(side, model)
+    if side.is_sharded:  # what was chosen for the group holds for its parameter with methods as well
+        buckets = model._shardwise_state.group.buckets
+        assert [bucket.communication.reduce_scatter.force_sum for bucket in buckets] == [True, True]
 
 
 @on_ranks(2)
