@@ -591,6 +591,17 @@ def test_contexts_that_exclude_each_other_are_refused(how: str) -> None:
     assert torch.equal(found, want)
 
 
+@on_ranks(2)
+def test_what_it_keeps_unsharded_is_not_resharded_inside() -> None:
+    model, _ = trained(ZERO3, steps=0)
+    with shardwise.inference(model, budget_bytes=None):
+        want = model(random_batch(0, 2, 7))
+        message = refusal(model.blocks[1].reshard)
+        found = model(random_batch(0, 2, 7))
+    assert message.startswith("RuntimeError: reshard: blocks.1 is kept unsharded by inference()")
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @on_ranks(2)
 def test_it_is_refused_inside_a_running_pass(when: str) -> None:
