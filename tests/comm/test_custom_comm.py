@@ -194,6 +194,26 @@ def test_a_hook_may_reduce_over_ranks_outside_of_the_mesh(side: Side) -> None:
         side.note(name, param.grad if not side.is_sharded else param.grad.full_tensor())
 
 
+@same_as_plain(2)
+def test_a_hook_gets_what_microbatches_add_up_to_and_not_each_part(side: Side) -> None:
+    model, seen = built(even_tower), []
+
+    def halve(reduced: Tensor) -> None:
+        seen.append(reduced.mul_(0.5))
+
+    if side.is_sharded:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        side.shard_tower(model, mesh=mesh)
+        model.set_all_reduce_hook(halve)
+    for microbatch in range(3):
+        if side.is_sharded:
+            model.set_requires_all_reduce(microbatch == 2)
+        mean_of_squares(model, side.inputs(microbatch)).backward()
+    for name, param in model.named_parameters():
+        side.note(name, param.grad * (0.5 if not side.is_sharded and "blocks" not in name else 1))
+    assert len(seen) == side.is_sharded
+
+
 # --- switches that change no number ---------------------------------------------------------------
 
 SUMS = "set_force_sum_reduction_for_comms"

@@ -75,7 +75,7 @@ def test_gradients_are_complete_when_the_caller_has_ended_the_backward(
 
 
 class Choosing(nn.Module):
-    """Two layers of which a rank may leave out the second, and a scale that is not sharded."""
+    """Two layers of which a rank may leave out the second, with a scale that is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Choosing(nn.Module):
 
     def forward(self, x: Tensor, uses_second: bool) -> Tensor:
         x = self.first(x)
-        return (self.second(x) if uses_second else x) * self.scale
+        return self.second(x) * self.scale if uses_second else x
 
 
 def rank_batch(number: int, rank: int) -> Tensor:

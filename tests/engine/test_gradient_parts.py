@@ -64,7 +64,8 @@ def orders_of(arrivals: list[int], trainable: list[int] | None = None) -> list[s
     log = []
     for index in arrivals:
         may_send = queue.arrive(index)
-        taken = [d.indices for d in queue.take_ready()] if may_send else []
+        taken = [d.indices for d in queue.take_ready()]
+        assert bool(taken) == may_send
         log.append(f"{index}: {taken}")
     log.append(f"rest: {[d.indices for d in queue.take_rest()]}")
     assert queue.sent == {0, 1, 2, 3}

@@ -11,6 +11,7 @@ from events import events_of
 from expecttest import assert_expected_inline
 from failure_models import Failure
 from harness import World
+from meshed import refusal
 from models import WIDTH, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from reference import full, mean_of_squares
@@ -305,6 +306,17 @@ def test_what_the_caller_unshards_meanwhile_is_the_callers() -> None:
     model.blocks[2].unshard()
     model(random_batch(0, 4))
     assert unsharded(events) == ["blocks.0", "blocks.1"]
+
+
+@on_ranks(2)
+def test_a_group_that_may_be_unused_needs_one_around_it() -> None:
+    model = built(Path, seed=0)
+    fully_shard(model.blocks[2])
+    model.blocks[2].set_may_be_unused()
+    message = refusal(model, random_batch(0, 4))
+    assert message.startswith("RuntimeError: Linear: set_may_be_unused() was called on it, but no sharded")
+    fully_shard(model)
+    model(random_batch(0, 4)).sum().backward()
 
 
 @on_ranks(2)

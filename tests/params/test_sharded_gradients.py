@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshed import refusal
 from models import built, even_tower, random_batch, shard_tower, uneven_tower
 from on_ranks import on_ranks
 from reference import mean_of_squares
@@ -46,6 +47,18 @@ def assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
 def sharded_gradients_of(model: nn.Module) -> list[ShardedGradients]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [bucket.sharded_gradients for m in modules for bucket in m._shardwise_state.group.buckets]
+
+
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_where_it_is_to_be_reduced() -> None:
+    model = nn.Sequential(built(nn.Embedding, 9, 4, sparse=True), built(nn.Linear, 4, 1))
+    fully_shard(model)
+    message = refusal(lambda: model(torch.arange(3)).sum().backward())
+    assert message.startswith("RuntimeError: 0.weight: its gradient has layout torch.sparse_coo")
+    model[0].sparse = False
+    model.zero_grad()
+    model(torch.arange(3)).sum().backward()
+    assert model[0].weight.grad.full_tensor().count_nonzero() == 12
 
 
 KEPT: dict[str, Callable[[Tensor], Any]] = {

@@ -13,6 +13,7 @@ from meshed import device_mesh, refusal
 from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from refusals import wrapped
+from torch import Tensor
 from towers import backward
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
@@ -54,6 +55,19 @@ def reduced_otherwise() -> Any:
     return model
 
 
+def hooked() -> Any:
+    model = shard_tower(tower())
+    if is_other():
+        model.set_all_reduce_hook(Tensor.zero_)
+    return model
+
+
+def ordered_otherwise() -> Any:
+    model = shard_tower(tower())
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[pick(1, 2)]])
+    return model
+
+
 def deeper() -> Any:
     model = tower()
     if is_other():
@@ -72,6 +86,8 @@ UNLIKE: tuple[Callable[[], Any], ...] = (
     lambda: shard_tower(tower(), comm_policy=CommPolicy(prefetch=pick(1, 2))),
     kept_otherwise,
     reduced_otherwise,
+    hooked,
+    ordered_otherwise,
     deeper,
 )
 
@@ -101,6 +117,8 @@ inlet.weight: dtype of computation is float64 on rank 0, bfloat16 on rank 1 (43 
 Tower: comm_policy is CommPolicy(packing_limit_bytes=None, prefetch=1, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 0, CommPolicy(packing_limit_bytes=None, prefetch=2, backward_prefetch='before', max_prefetched=None, quantized_all_gather=None, part_bytes=None) on rank 1 (3 more differences follow).
 Tower: reshard_after_forward is None on rank 0, False on rank 1 (3 more differences follow).
 Tower: communication chosen by is LowPrecisionReduction(dtype=torch.bfloat16), register_comm_hook on rank 0, LowPrecisionReduction(dtype=torch.float16), register_comm_hook on rank 1 (3 more differences follow).
+Tower: set_all_reduce_hook is False on rank 0, True on rank 1.
+blocks.0: set_modules_to_forward_prefetch is ['blocks.1'] on rank 0, ['blocks.2'] on rank 1.
 the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
     )
     assert_expected_inline(
