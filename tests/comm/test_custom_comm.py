@@ -418,13 +418,15 @@ def test_roots_that_share_their_lanes_train(side: Side) -> None:
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("after", [None, "early", "late", "backward", "unsynchronised"])
+@pytest.mark.parametrize("after", [None, "early", "late", "backward", "unsynchronised", "not all-reduced"])
 def test_iteration_state_may_be_reset_at_any_time(side: Side, after: str | None) -> None:
     """Before there is any, and where others need it to recover.
 
     It loses nothing but the failed iteration, or gradients that are not synchronised, as the peer documents.
     """
-    model = side.shard_tower(built(fragile_tower))
+    replicas = after == "not all-reduced" and side.is_sharded
+    mesh = {"mesh": init_device_mesh("cpu", (2, 1))} if replicas else {}
+    model = side.shard_tower(built(fragile_tower), **mesh)
     optimizer = adamw(model)
     if side.is_sharded:
         model.reset_iter_state()
@@ -433,6 +435,11 @@ def test_iteration_state_may_be_reset_at_any_time(side: Side, after: str | None)
         side.sync(model, False)
         mean_of_squares(model, side.inputs(9)).backward()
         side.sync(model, True)
+    elif after == "not all-reduced":
+        if side.is_sharded:
+            model.set_requires_all_reduce(False)
+            mean_of_squares(model, side.inputs(9)).backward()
+            model.set_requires_all_reduce(True)
     elif after is not None:
         optimizer.zero_grad()
         model.blocks[1].fails = after

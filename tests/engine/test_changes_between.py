@@ -1,11 +1,13 @@
 """What the caller changes between a forward and its backward, or while gradients wait, is not lost in silence."""
 
+from functools import partial
+
 import pytest
 import torch
 from custom_comms import ReduceScatter
 from expecttest import assert_expected_inline
 from meshed import refusal
-from models import even_tower, random_batch
+from models import built, even_tower, random_batch, shard_tower
 from on_ranks import on_ranks
 from refusals import assert_says
 from scenario import Side, same_as_plain
@@ -40,6 +42,37 @@ def test_a_setting_does_not_lose_reductions_in_flight(side: Side) -> None:
         handle.wait()
         model.reshard()
     side.note_gradients(model)
+
+
+@on_ranks(2)
+def test_communication_is_not_changed_while_gradients_wait() -> None:
+    model = fully_shard(nn.Linear(8, 8).double())
+    model.set_requires_gradient_sync(False)
+    model(random_batch(0, 4)).sum().backward()
+    change = partial(model.set_custom_reduce_scatter, ReduceScatter(returns_work=True))
+    assert_says(refusal(change), "communication cannot be changed", "gradients deferred", "between steps")
+    model.set_requires_gradient_sync(True)
+    model(random_batch(1, 4)).sum().backward()
+    change()
+
+
+@on_ranks(1)
+def test_a_frozen_weight_that_changes_before_its_backward_is_told_where_it_is_not_copied() -> None:
+    model = built(even_tower)
+    model.blocks[1].requires_grad_(False)
+    shard_tower(model, reshard_after_forward=False)
+    loss = model(random_batch(0, 4)).sum()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    assert_says(refusal(loss.backward), "RuntimeError: blocks.1.up.weight", "changed")
+
+
+@on_ranks(2)
+def test_a_model_that_is_moved_to_the_meta_device_cannot_run() -> None:
+    model = shard_tower(built(even_tower))
+    model(random_batch(0, 4)).sum().backward()
+    model.to("meta")
+    assert refusal(model, random_batch(0, 4)).startswith("RuntimeError: Cannot run forward: ")
 
 
 @on_ranks(2)

@@ -1,12 +1,15 @@
 """What one training step does, in which order: unshards ahead, frees behind, one reduction a group."""
 
 import copy
+from contextlib import suppress
+from typing import Any
 
 import torch
 from events import events_of
 from expecttest import assert_expected_inline
+from failure_models import Failure
 from harness import World
-from models import Tower, built, shard_tower
+from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -223,6 +226,30 @@ backward blocks.0
 reduce Again
 reduce blocks.0""",
     )
+
+
+class Catches(Tower):
+    """Goes on without a block that fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            with suppress(Failure):
+                x = block(x)
+        return self.outlet(x)
+
+
+def fail(module: nn.Module, args: Any) -> None:
+    raise Failure
+
+
+@on_ranks(2)
+def test_a_block_that_has_failed_is_freed_even_if_it_would_be_kept_for_backward() -> None:
+    model = shard_tower(built(Catches, seed=0), reshard_after_forward=False)
+    model.blocks[1].register_forward_pre_hook(fail)
+    events = events_of(model)
+    model(random_batch(0, 4))
+    assert [event for event in events if event.startswith("free")] == ["free blocks.1"]
 
 
 class InTurn(nn.Module):

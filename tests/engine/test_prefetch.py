@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from towers import backward
 
 from shardwise import CommPolicy, no_sync
+from shardwise.engine.prefetch import Order
 
 Choices = dict[str, Any]
 
@@ -525,3 +527,16 @@ def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(side: Side, 
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
+
+
+def test_a_plan_is_followed_again_from_the_next_use_of_a_group_and_not_from_an_earlier_one() -> None:
+    first, again, last = (Mock(name=name) for name in ("first", "again", "last"))
+    order = Order()
+    order.planned = [again, first, again, last]
+    order.rewind()
+    order.enter(again)
+    order.enter(first)
+    order.enter(Mock(name="unplanned"))
+    assert order.upcoming(1) == []
+    order.resume_at(again)
+    assert order.upcoming(2) == [last]

@@ -310,6 +310,26 @@ def test_a_parameter_added_after_sharding_is_reduced_or_refused(world2: World) -
             raise
 
 
+class KeepsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear.weight
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@on_ranks(2)
+def test_an_unsharded_parameter_that_forward_registers_elsewhere_is_refused(trained: bool) -> None:
+    model = fully_shard(built(KeepsItsWeight).requires_grad_(trained))
+    told = refusal(model, random_batch(0, 4))
+    assert told.startswith(
+        "RuntimeError: kept: forward assigned the unsharded parameter linear.weight to this"
+    )
+
+
 # --- state dicts taken early ----------------------------------------------------------------------
 
 
