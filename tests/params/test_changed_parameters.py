@@ -6,6 +6,7 @@ the whole batch: the mean of equal numbers is exact, so that even bfloat16 agree
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from on_ranks import on_ranks
 from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise import CommPolicy, fully_shard
@@ -616,6 +618,20 @@ def test_a_weight_changed_in_forward_is_kept_or_refused(world: World, how: str) 
             raise
 
 
+def shrink(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        module.weight.mul_(0.9)  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_a_frozen_weight_that_forward_changes_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)).double()
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].register_forward_pre_hook(shrink)
+    assert refusal(model, random_batch(0, 4)).startswith("RuntimeError: 0.weight: changed in place while unsharded")
+
+
 def converted_while_gradients_wait(side: Side, *dtypes: torch.dtype) -> None:
     model = side.shard_tower(built(even_tower))
     side.sync(model, False)
@@ -630,6 +646,33 @@ def converted_while_gradients_wait(side: Side, *dtypes: torch.dtype) -> None:
 def test_unsynchronised_gradients_are_converted_and_none_is_lost(world2: World) -> None:
     assert_same(world2, converted_while_gradients_wait, torch.float32, atol=1e-5)
     assert_same(world2, converted_while_gradients_wait, torch.float32, torch.float64, atol=1e-6)
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        return self.second(self.first(x)) if uses_second else self.first(x)
+
+
+def converted_while_sums_wait_for_replicas(side: Side) -> None:
+    """Those of the second layer come from the first microbatch alone."""
+    model = built(Either)
+    if side.is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1)))
+        model.set_requires_all_reduce(False)
+    mean_of_squares(partial(model, uses_second=True), side.inputs(0)).backward()
+    model.to(torch.float32)
+    if side.is_sharded:
+        model.set_requires_all_reduce(True)
+    mean_of_squares(partial(model, uses_second=False), side.inputs(1).float()).backward()
+    side.note_gradients(model)
+
+
+def test_sums_that_wait_for_replicas_are_converted_and_none_is_lost(world2: World) -> None:
+    assert_same(world2, converted_while_sums_wait_for_replicas, atol=1e-5)
 
 
 # --- containers, parametrizations, kept weights ---------------------------------------------------

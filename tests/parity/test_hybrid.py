@@ -219,15 +219,16 @@ def test_a_parameter_without_a_gradient_in_one_microbatch_adds_nothing_to_the_ne
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
-    if how == "by_hand":
-        for param in model.parameters():
-            param.grad = None
+    if how.endswith("by_hand"):
+        for index, param in enumerate(model.parameters()):
+            if index % 2 == 0 or how == "by_hand":
+                param.grad = None
     else:
         owner = model if how.startswith("model") else optimizer
         owner.zero_grad(set_to_none=how.endswith("none"))
 
 
-WAYS_TO_CLEAR = ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand"]
+WAYS_TO_CLEAR = ["model_none", "model_zeros", "optimizer_none", "optimizer_zeros", "by_hand", "half_by_hand"]
 
 
 def deferred_then_cleared(layout: Layout | None) -> dict[str, Any]:
