@@ -30,8 +30,6 @@ class ReductionQueue:
     def reduce(self, group: ParameterGroup) -> None:
         """Begin to reduce all remaining gradients of ``group``."""
         gradients, reducing = group.gradients, self._reducing
-        if gradients.state is REDUCING:
-            gradients.finish()
         gradients.reduce()
         if gradients.part_queue is not None:
             self._limit(gradients.in_flight())
