@@ -65,6 +65,17 @@ class OneByOne(BackendCollectives):
         return result
 
 
+@on_ranks(2)
+def test_an_error_that_does_not_say_unsupported_is_raised_as_it_is() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the link is down")
+
+    comm = BackendCollectives(dist.group.WORLD, CPU)
+    with pytest.raises(RuntimeError, match="^the link is down$"):
+        comm._coalesced(fail, [torch.zeros(1)] * 2, [torch.zeros(1)] * 2)
+    assert comm._can_coalesce
+
+
 def communicators() -> list[Communicator]:
     pg = dist.group.WORLD
     if dist.get_world_size() == 1:
