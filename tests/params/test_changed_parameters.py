@@ -21,7 +21,7 @@ from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, assert_same, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardwise import CommPolicy, fully_shard
 
@@ -257,6 +257,10 @@ def replace_weight(module: Any, value: Tensor, *, is_sharded: bool = True) -> No
     module.weight = nn.Parameter(new)
 
 
+def replicate_weight(module: Any) -> None:
+    module.weight = nn.Parameter(module.weight.detach().redistribute(placements=[Replicate()]))
+
+
 def rename(module: Any) -> None:
     module.kernel = module.weight
     del module.weight
@@ -266,6 +270,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "under another name": lambda model: rename(model.blocks[0].up),
     "a plain one": lambda model: replace_weight(model.blocks[0].up, torch.ones(13, 7), is_sharded=False),
     "another shape": lambda model: replace_weight(model.blocks[0].up, torch.ones(13, 9)),
+    "placed otherwise": lambda model: replicate_weight(model.blocks[0].up),
     "none": lambda model: setattr(model.blocks[0].up, "bias", None),
     "deleted": lambda model: delattr(model.blocks[0].up, "bias"),
     "one of two that are tied": lambda model: replace_weight(model.embed, torch.ones(7, 8).double()),
@@ -289,6 +294,7 @@ def test_what_cannot_be_used_in_place_of_a_parameter_is_refused_with_names() -> 
 under another name: RuntimeError: blocks.0.up.weight: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 a plain one: RuntimeError: blocks.0.up.weight: the parameter was replaced after fully_shard by a plain Parameter of shape (13, 7), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.
 another shape: RuntimeError: blocks.0.up.weight: the parameter was replaced after fully_shard by a DTensor of shape (13, 9) with placements (Shard(dim=0),) on a mesh of shape (2,), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.
+placed otherwise: RuntimeError: blocks.0.up.weight: the parameter was replaced after fully_shard by a DTensor of shape (13, 7) with placements (Replicate(),) on a mesh of shape (2,), where a parameter sharded like the old one is expected: a DTensor of shape (13, 7) with placements (Shard(dim=0),) on a mesh of shape (2,). Copy values into the sharded parameter instead (under torch.no_grad(), param.copy_(distribute_tensor(value, param.device_mesh, param.placements))), or replace parameters before fully_shard. torch.func.functional_call replaces them as well: it does not work on a sharded module.
 none: RuntimeError: blocks.0.up.bias: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 deleted: RuntimeError: blocks.0.up.bias: the parameter was removed after fully_shard, but its group still unshards it. Put it back, or change the module (parametrize it, say) before fully_shard.
 one of two that are tied: RuntimeError: embed.weight and head.weight are tied, but embed.weight alone was replaced. Replace both with the same parameter, or untie them before fully_shard.
@@ -629,7 +635,9 @@ def test_a_frozen_weight_that_forward_changes_is_refused() -> None:
     fully_shard(model[0])
     fully_shard(model)
     model[0].register_forward_pre_hook(shrink)
-    assert refusal(model, random_batch(0, 4)).startswith("RuntimeError: 0.weight: changed in place while unsharded")
+    assert refusal(model, random_batch(0, 4)).startswith(
+        "RuntimeError: 0.weight: changed in place while unsharded"
+    )
 
 
 def converted_while_gradients_wait(side: Side, *dtypes: torch.dtype) -> None:

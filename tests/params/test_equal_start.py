@@ -279,6 +279,8 @@ def test_sync_module_states_refuses_models_that_do_not_fit() -> None:
     narrow = nn.Linear(2, 2 + dist.get_rank())
     with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
         empty = nn.Linear(2, 2)
-    told = [refusal(fully_shard, m, sync_module_states=True) for m in (narrow, empty)]
+    longer = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + dist.get_rank())))
+    told = [refusal(fully_shard, m, sync_module_states=True) for m in (narrow, empty, longer)]
     assert "rank 1 has 2 tensors to shard and the first rank 2; they differ at" in told[0]
     assert "weight is on the meta device on the first rank of the mesh, which is to send it" in told[1]
+    assert "rank 1 has 4 tensors to shard and the first rank 2; they differ at their end" in told[2]

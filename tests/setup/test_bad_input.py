@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from harness import World
+from meshed import refusal as refusal_of
 from models import Tower, random_batch
 from on_ranks import on_ranks
 from reference import full
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 
 # --- what is given to be sharded, and what was sharded before -------------------------------------
 
@@ -434,3 +435,15 @@ def test_it_is_refused_in_words_that_help(world: World, case: str) -> None:
     text = assert_refused(world, __name__, case)
     if "torch has sharded" in case:
         assert "tensor parallelism" not in text
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_over_a_data_parallel_dimension_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
+    dims = DataParallelMeshDims(shard="data")
+    told = refusal_of(fully_shard, model, mesh=mesh, dp_mesh_dims=dims)
+    assert_says(
+        told, "ValueError: Linear: weight is a DTensor", "'data', which dp_mesh_dims names", "Replicate()"
+    )
