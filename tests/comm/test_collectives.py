@@ -71,7 +71,7 @@ def test_an_error_that_does_not_say_unsupported_is_raised_as_it_is() -> None:
         raise RuntimeError("the link is down")
 
     comm = BackendCollectives(dist.group.WORLD, CPU)
-    with pytest.raises(RuntimeError, match="^the link is down$"):
+    with pytest.raises(RuntimeError, match=r"^the link is down$"):
         comm._coalesced(fail, [torch.zeros(1)] * 2, [torch.zeros(1)] * 2)
     assert comm._can_coalesce
 
