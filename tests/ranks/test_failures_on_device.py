@@ -65,9 +65,10 @@ Communication on the device failed, because rank 1 has failed in the forward of 
 This rank waited for what rank 1 has not sent any more. The traceback is in the log of rank 1.""",
     )
     first.begin()  # once
+    later = queue(first)
     look(first)
     assert pair.aborted == ["aborted"]
-    del waits
+    del waits, later
 
 
 def test_a_rank_that_continues_in_time_ends_nothing(pair: Pair) -> None:
@@ -78,6 +79,15 @@ def test_a_rank_that_continues_in_time_ends_nothing(pair: Pair) -> None:
     second.begin()
     look(first)
     first.begin()
+    assert pair.aborted == []
+    del waits
+
+
+def test_a_rank_that_takes_no_part_ends_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wait, "ranks", [0, 2])
+    waits = queue(pair.first)
+    pair.second.report(ValueError("batch 7 has no labels"), "its program")
+    look(pair.first)
     assert pair.aborted == []
     del waits
 

@@ -1,5 +1,6 @@
 """register_fsdp_forward_method: other methods than forward unshard and free as forward does."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_registered_method_trains_as_forward_does(times_registered: int) -> No
     for got, reduced in steps:
         assert_close(got, gradients(plain))
         assert reduced == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@on_ranks(2)
+def test_a_registered_method_of_a_copy_runs_on_the_copy() -> None:
+    plain = plain_encoder()
+    encode_and_go_back(plain)
+    model = shard_tower(plain_encoder())
+    register_fsdp_forward_method(model, "encode")
+    twin = copy.deepcopy(model)
+    encode_and_go_back(twin)
+    assert_close(gradients(twin), gradients(plain))
+    assert all(param.grad is None for param in model.parameters())
 
 
 @on_ranks(2)
