@@ -447,3 +447,12 @@ def test_a_parameter_that_is_sharded_over_a_data_parallel_dimension_is_refused()
     assert_says(
         told, "ValueError: Linear: weight is a DTensor", "'data', which dp_mesh_dims names", "Replicate()"
     )
+
+
+@on_ranks(1)
+def test_a_parameter_that_has_a_gradient_is_refused_until_it_has_none() -> None:
+    model = tower()
+    model(random_batch(0, 1)).sum().backward()
+    assert_says(refusal_of(fully_shard, model), "ValueError: Tower: inlet.weight has a gradient already")
+    model.zero_grad()
+    fully_shard(model)

@@ -106,3 +106,16 @@ def copied_model(way: Way) -> bool:
 @pytest.mark.parametrize("way", [Way(2), Way(4, "hybrid", "tied"), Way(2, "zero2")], ids=str)
 def test_a_copy_of_a_model_shares_nothing(way: Way, request: pytest.FixtureRequest) -> None:
     assert all(world_of(way, request).run(copied_model, way))
+
+
+@on_ranks(2)
+def test_a_copy_of_an_unsharded_model_is_sharded_and_the_original_stays_as_it_was() -> None:
+    model = Way(2).model()
+    model.unshard()
+    shown = type(model.inlet.weight)
+    twin = copy.deepcopy(model)
+    assert not isinstance(model.inlet.weight, DTensor)
+    assert type(model.inlet.weight) is shown
+    assert isinstance(twin.inlet.weight, DTensor)
+    assert "weight" not in vars(twin.inlet)
+    model.reshard()
