@@ -829,6 +829,17 @@ def test_a_second_hook_is_refused_and_the_first_stays(
 
 
 @on_ranks(2)
+def test_a_factor_is_refused_where_a_hook_divides_itself_and_memory_may_be_let_go_of_before() -> None:
+    model = built(even_tower)
+    state = State(shard_as(model, "zero3"))
+    for enable in (True, False):
+        model.set_allocate_memory_from_process_group_for_comm(enable)
+    register_comm_hook(model, state, scatters)
+    told = refusal(model.set_gradient_divide_factor, 2.0)
+    assert_says(told, "ValueError: set_gradient_divide_factor: the gradients of Tower are reduced by a hook")
+
+
+@on_ranks(2)
 def test_no_hook_is_registered_while_gradients_wait() -> None:
     model = built(even_tower)
     state = State(shard_as(model, "zero3"))
