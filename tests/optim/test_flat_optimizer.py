@@ -499,6 +499,20 @@ def test_runs_are_cut_where_groups_differ(side: Side) -> dict[str, Any]:
 
 
 @same_as_plain(2)
+def test_a_state_that_is_placed_otherwise_is_taken_over(side: Side) -> dict[str, Any]:
+    run = Kind("AdamW", {"lr": 0.05}).run(side.is_sharded)
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0, 1)
+    if side.is_sharded:
+        states = [state for state in optimizer.state.values() if "exp_avg" in state]
+        assert states
+        for state in states:
+            state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
+    run.train(model, optimizer, 1)
+    return everything(model, optimizer)
+
+
+@same_as_plain(2)
 def test_hyperparameters_are_followed(side: Side) -> dict[str, Any]:
     run = Kind("AdamW", {"lr": 0.05}).run(side.is_sharded)
     model, optimizer = run.start(1)

@@ -246,6 +246,39 @@ def test_arguments_and_numbers_are_those_of_torch(world: World, options: dict[st
         assert_all_same([got], want, 1e-6 if world.size == 1 else 2e-2)
 
 
+@pytest.mark.parametrize("world", [1], indirect=True)
+@on_ranks()
+def test_matrices_of_one_shape_in_groups_with_other_iterations_step_as_in_torch() -> None:
+    found = {}
+    for kind in (Muon, torch.optim.Muon):
+        torch.manual_seed(0)
+        matrices = [nn.Parameter(torch.randn(6, 4)) for _ in range(12)]  # of which a round has several
+        groups = [{"params": matrices[:5], "ns_steps": 2}, {"params": matrices[5:]}]
+        optimizer: Any = kind(groups, lr=0.1)
+
+        def closure(matrices: Any = matrices) -> Tensor:
+            loss = sum(matrix.pow(2).sum() * 0.01 for matrix in matrices)
+            for matrix, gradient in zip(matrices, torch.autograd.grad(loss, matrices), strict=True):
+                matrix.grad = gradient
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        optimizer.param_groups[1] = optimizer.param_groups[1] | {"lr": 0.3}
+        losses.append(optimizer.step(closure).item())
+        found[kind] = [torch.tensor(losses), *matrices]
+    for got, want in zip(*found.values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_of_a_group_that_becomes_two_none_is_added_if_one_fails() -> None:
+    vector = nn.Parameter(torch.randn(4))
+    optimizer = Muon([nn.Parameter(torch.randn(4, 4)), vector])
+    before = list(optimizer.param_groups)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(4, 4)), vector]})
+    assert optimizer.param_groups == before
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
 def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
