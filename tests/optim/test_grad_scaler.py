@@ -318,3 +318,15 @@ def test_an_overflow_of_what_no_other_rank_has_is_seen_by_all(rank: int | None) 
     assert torch.equal(shards[0], shards[1]) is (rank is not None)
     assert torch.equal(own[0], own[1]) is (rank is not None)
     assert not torch.equal(shards[1], shards[2])
+
+
+@on_ranks(2)
+def test_float16_gradients_are_refused_in_torchs_words() -> None:
+    model = fully_shard(nn.Linear(8, 8).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    scaler = shardwise.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients.$"):
+        scaler.unscale_(optimizer)

@@ -186,6 +186,13 @@ def test_every_optimizer_by_name() -> None:
     }  # fmt: skip
 
 
+def test_muon_has_one_state_of_matrices_and_adamws_two_of_the_rest() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+    found = estimate(layer, world=2, strategy="zero3", optimizer="muon").rows[0].optimizer_state
+    assert found == 4 * (64 + 2 * 8) / 2 + 4  # AdamW counts steps in a tensor
+
+
 def test_json_has_every_figure(tmp_path: Path) -> None:
     found = estimate(on_meta(depth=2), world=4, strategy=["zero2", "zero3"], batch=BATCH, memory="1GB")
     read = json.loads(found.to_json())
