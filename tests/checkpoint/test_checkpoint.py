@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise.checkpoint.stateful import rebuilt
 
 # --- from any world to any other ------------------------------------------------------------------
 
@@ -947,3 +948,9 @@ def test_a_copy_that_fails_keeps_no_later_save_waiting(tmp_path: Path) -> None:
     assert "no room for a copy" in told
     save_checkpoint(tmp_path / "step-2", model, optimizer).wait()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+def test_items_of_a_list_come_back_in_their_order_however_they_are_read() -> None:
+    values: Any = {(10,): "k", (2,): "c", (1,): "b", (0,): "a"}
+    assert rebuilt(values) == ["a", "b", "c", "k"]
+    assert rebuilt(values, like=(None,)) == ("a", "b", "c", "k")
