@@ -1,7 +1,7 @@
 """Break the library in one place at a time, and see which test notices.
 
     python tests/mutants.py                       all of tests/mutants.txt: hours
-    python tests/mutants.py --turn                a twentieth, by the hour of the last commit: minutes
+    python tests/mutants.py --turn                a fortieth, by the hour of the last commit: minutes
     python tests/mutants.py --only engine groups  those of packages, or of files: engine/prefetch.py
     python tests/mutants.py --numbers 3 17        these, as numbered in the output
     python tests/mutants.py --untried             those without a recorded outcome; --left: that nothing found;
@@ -43,7 +43,7 @@ from slow import turn
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".txt")
 SOURCE = Path("src", "shardwise")
-TURNS = 20
+TURNS = 40
 HANG_S = 90.0  # of one test; ranks of a world have less
 RANKS_HANG_S = 40.0
 
