@@ -100,15 +100,15 @@ def test_a_model_that_is_not_sharded_comes_from_the_source_in_pieces_of_any_size
 def test_shards_come_from_the_replica_of_the_source(plan: Plan) -> None:
     src = plan.ranks - 1
     model = plan.shard(built(dist.get_rank()))
-    mesh = plan.layout.mesh()
     before = {n: t.to_local().clone() for n, t in model.named_parameters()}
     theirs: list[Any] = [None] * plan.ranks
     dist.all_gather_object(theirs, before)
     sync_module_states(model, src=src)
     check_replicas(model)
-    where = {r: tuple((mesh.mesh == r).nonzero()[0].tolist()) for r in range(plan.ranks)}
-    own = where[dist.get_rank()]
     for name, param in model.named_parameters():
+        ranks = param.device_mesh.mesh
+        where = {r: tuple((ranks == r).nonzero()[0].tolist()) for r in range(plan.ranks)}
+        own = where[dist.get_rank()]
         # Of a scalar all ranks hold the same; of others, those that differ in a replicated dim.
         place = tuple(
             where[src][dim] if placement.is_replicate() else own[dim]
