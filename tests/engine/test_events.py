@@ -203,13 +203,20 @@ class Again(Tower):
         return self.outlet(third(first(second(first(self.inlet(x))))))
 
 
+def reductions_in(model: Any, count: int = 1) -> list[str]:
+    """Backwards and reductions of step number ``count`` of a tower that is sharded here."""
+    shard_tower(model)
+    for index in range(count - 1):
+        backward(model, index)
+    events = events_of(model)
+    backward(model, count)
+    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+
+
 def reductions_of_a_block_that_runs_twice() -> list[str]:
     model = built(Again, seed=0)
     model.blocks[0].unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    shard_tower(model)
-    events = events_of(model)
-    backward(model, 0)
-    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+    return reductions_in(model)
 
 
 def test_a_block_with_unused_parameters_is_reduced_after_the_first_of_its_calls(world2: World) -> None:
@@ -268,10 +275,7 @@ class InTurn(nn.Module):
 def reductions_of_a_block_that_uses_other_parameters_in_each_call() -> list[str]:
     model = built(Again, seed=0)
     model.blocks[0] = InTurn(model.blocks[0])
-    shard_tower(model)
-    events = events_of(model)
-    backward(model, 0)
-    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+    return reductions_in(model)
 
 
 def test_a_block_that_has_gradients_of_its_last_call_is_not_reduced_before_those_of_the_first(
@@ -296,12 +300,7 @@ def reductions_with_unused_parameters(count: int) -> list[str]:
     model = built(Tower, seed=0)
     for block in model.blocks:
         block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    shard_tower(model)
-    for index in range(count - 1):
-        backward(model, index)
-    events = events_of(model)
-    backward(model, count)
-    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+    return reductions_in(model, count)
 
 
 def test_a_group_with_unused_parameters_is_reduced_once_it_is_over(world2: World) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from harness import World
-from meshed import refusal as refusal_of
+from meshed import refusal
 from models import Tower, random_batch
 from on_ranks import on_ranks
 from reference import full
@@ -443,7 +443,7 @@ def test_a_parameter_that_is_sharded_over_a_data_parallel_dimension_is_refused()
     model = nn.Linear(8, 8)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Shard(0)]))
     dims = DataParallelMeshDims(shard="data")
-    told = refusal_of(fully_shard, model, mesh=mesh, dp_mesh_dims=dims)
+    told = refusal(fully_shard, model, mesh=mesh, dp_mesh_dims=dims)
     assert_says(
         told, "ValueError: Linear: weight is a DTensor", "'data', which dp_mesh_dims names", "Replicate()"
     )
@@ -453,6 +453,6 @@ def test_a_parameter_that_is_sharded_over_a_data_parallel_dimension_is_refused()
 def test_a_parameter_that_has_a_gradient_is_refused_until_it_has_none() -> None:
     model = tower()
     model(random_batch(0, 1)).sum().backward()
-    assert_says(refusal_of(fully_shard, model), "ValueError: Tower: inlet.weight has a gradient already")
+    assert_says(refusal(fully_shard, model), "ValueError: Tower: inlet.weight has a gradient already")
     model.zero_grad()
     fully_shard(model)

@@ -92,10 +92,12 @@ def test_models_without_groups_of_their_own_are_marked_as_well(is_plain: bool) -
     assert can_run(model)
     refusal(load_full_state_dict, part, breaking(good) if dist.get_rank() == 0 else None)
     assert not can_run(model)
-    if is_plain:
+    if is_plain:  # by its own method as well
         model.load_state_dict({"inlet.weight": good["inlet.weight"]}, strict=False)
         assert not can_run(model)
         model.load_state_dict(good)
-    else:
-        load_full_state_dict(part, good, src_rank=None)
+        assert can_run(model)
+        refusal(load_full_state_dict, part, breaking(good) if dist.get_rank() == 0 else None)
+        assert not can_run(model)
+    load_full_state_dict(part, good, src_rank=None)
     assert can_run(model)
