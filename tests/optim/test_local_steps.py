@@ -200,6 +200,22 @@ def test_gradients_and_state_that_are_placed_otherwise_are_left_to_dtensor() -> 
 
 
 @on_ranks(2)
+def test_gradients_may_be_placed_otherwise_by_a_hook_before_the_step() -> None:
+    model, plain = both()
+
+    def replicate(*_: Any) -> None:
+        model.rows.grad = model.rows.grad.redistribute(placements=[Replicate()])
+
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    optimizers[0].register_step_pre_hook(replicate)
+    give_gradients(model, plain, 0)
+    for each in optimizers:
+        each.step()
+    assert_equal(model, plain)
+    assert_states_equal(*optimizers, model, plain)
+
+
+@on_ranks(2)
 def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
     model, plain = both()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -109,7 +109,7 @@ def test_only_steps_over_sharded_parameters_change_how_dtensors_compute() -> Non
         for param in params:
             param.grad = torch.ones_like(param)
         before = [param.full_tensor().detach() for param in params]
-        with patch.object(elementwise, "_are_alike", wraps=elementwise._are_alike) as asked:
+        with patch.object(elementwise, "are_alike", wraps=elementwise.are_alike) as asked:
             Decaying(params).step()
             make_of_rank((5, 3)).add_(make_of_rank((5, 3)))
             assert asked.call_count == (0 if params[0] is other else 6)  # operands

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.torch_compat.dtensor import local_tensor, placed_as, plain
-from shardwise.torch_compat.elementwise import are_placed_alike
+from shardwise.torch_compat import elementwise
+from shardwise.torch_compat.dtensor import local_tensor, placed_as, plain, spec_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -35,40 +35,33 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer | None:
-    """An optimizer that steps the local tensors in place of ``optimizer``; None if the result could differ.
+    """An optimizer that steps local tensors in place of ``optimizer``; None if it is not one of these.
 
     It reads gradients and state when its step asks for them, after other hooks.
     """
     if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
-    for param in params_of(optimizer.param_groups):
-        if isinstance(param, DTensor) and not _is_local(param, optimizer.state.get(param, {})):
-            return None
     made: Optimizer = object.__new__(type(optimizer))
     state = _LocalState(optimizer.state)
     vars(made).update(vars(optimizer), param_groups=_LocalGroups(optimizer.param_groups, state), state=state)
     return made
 
 
-def _is_local(param: DTensor, state: dict[str, Any]) -> bool:
-    """True if its gradient and ``state`` are placed as ``param`` is, so that local tensors step alone."""
-    if (grad := param.grad) is None:
-        return True
-    beside = [value for name, value in state.items() if isinstance(value, Tensor) and name not in _NUMBERS]
-    return grad.dtype == param.dtype and all(
-        type(each) is DTensor and are_placed_alike(param, each) for each in (grad, *beside)
-    )
-
-
 class _LocalGroups:
-    """Param groups, with the local tensors of parameters."""
+    """Param groups, with the local tensors of parameters. A group of which a gradient or state is placed
+    otherwise than the parameter comes as it is, and DTensor steps it."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], state: "_LocalState") -> None:
         self._groups, self._state = groups, state
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for group in self._groups:
-            yield {**group, "params": list(map(self._state.local, group["params"]))}
+            params = list(map(self._state.local, group["params"]))
+            if all(param is not None for param in params):
+                yield {**group, "params": params}
+            else:
+                elementwise.run_on_local_tensors()
+                yield group
 
 
 class _LocalState(dict[Tensor, Any]):
@@ -77,22 +70,36 @@ class _LocalState(dict[Tensor, Any]):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self._state = state
-        self._params: dict[Tensor, Tensor] = {}
 
-    def local(self, param: Tensor) -> Tensor:
-        """Another tensor over the local one of ``param``, with its gradient; a plain tensor itself."""
-        if not isinstance(param, DTensor):
+    def local(self, param: Tensor) -> Tensor | None:
+        """Another tensor over the local one of ``param``, with its gradient; None if the result could differ;
+        ``param`` itself if it is a plain tensor or has no gradient."""
+        if not isinstance(param, DTensor) or (grad := param.grad) is None:
             return param
-        local, grad = local_tensor(param).detach(), param.grad
-        local.grad = None if grad is None else local_tensor(grad)
-        self._params[local] = param
+        values = _local_values(param, {"grad": grad, **self._state.get(param, {})})
+        if values is None or grad.dtype != param.dtype:
+            return None
+        local = local_tensor(param).detach()
+        local.grad = values.pop("grad")
+        self[local] = _StateOfLocal(param, self._state, values)
         return local
 
     def __missing__(self, key: Tensor) -> Any:
-        param = self._params.get(key, key)
-        state = self._state[param]
-        self[key] = made = _StateOfLocal(param, state) if isinstance(param, DTensor) else state
-        return made
+        return self._state[key]
+
+
+def _local_values(param: DTensor, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``values`` with the local tensors of DTensors; None if a tensor is not placed as ``param`` is."""
+    if not elementwise.are_values((spec := spec_of(param)).placements):
+        return None
+    found = {}
+    for name, value in values.items():
+        if type(value) is DTensor and (name in _NUMBERS or elementwise.are_alike(spec_of(value), spec)):
+            value = local_tensor(value)
+        elif isinstance(value, Tensor) and name not in _NUMBERS:
+            return None
+        found[name] = value
+    return found
 
 
 class _StateOfLocal(dict[str, Any]):
@@ -102,12 +109,13 @@ class _StateOfLocal(dict[str, Any]):
     state elsewhere, find it there.
     """
 
-    def __init__(self, param: DTensor, state: dict[str, Any]) -> None:
-        super().__init__(zip(state, map(plain, state.values()), strict=True))
+    def __init__(self, param: DTensor, state: Any, values: dict[str, Any]) -> None:
+        super().__init__(values)
         self._param, self._state = param, state
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        if name not in self._state or plain(self._state[name]) is not value:
+        state = self._state[self._param]
+        if name not in state or plain(state[name]) is not value:
             is_number = name in _NUMBERS or not isinstance(value, Tensor)
-            self._state[name] = value if is_number else placed_as(self._param, value)
+            state[name] = value if is_number else placed_as(self._param, value)

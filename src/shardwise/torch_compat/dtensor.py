@@ -72,12 +72,12 @@ def placed_as(like: Tensor, local: Tensor) -> Tensor:
 
 
 def make_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is a DTensor over ``local``, with the process groups of the mesh of ``spec``.
+    """A parameter that is a DTensor over ``local``, with ``spec`` itself.
 
-    ``nn.Parameter`` detaches its tensor, which may change the mesh: see ``restore_mesh``.
+    ``nn.Parameter`` detaches its tensor, which makes another spec, maybe of another mesh (``restore_mesh``).
     """
     param = nn.Parameter(make_dtensor(local, spec), requires_grad)
-    restore_mesh(param, spec.mesh)
+    param._spec = spec  # type: ignore[attr-defined]
     return param
 
 

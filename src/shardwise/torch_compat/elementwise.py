@@ -91,12 +91,12 @@ def _as_torch(op: Operator, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
 
 def _local_operands(args: Arguments) -> list[Any] | None:
     """``args`` with the local tensors of DTensors; None unless they are all placed like the first."""
-    if type(args[0]) is not DTensor or not _are_values((spec := spec_of(args[0])).placements):
+    if type(args[0]) is not DTensor or not are_values((spec := spec_of(args[0])).placements):
         return None
     found = []
     for operand in args:
         if type(operand) is DTensor:
-            if not _are_alike(spec_of(operand), spec):
+            if not are_alike(spec_of(operand), spec):
                 return None
             operand = local_tensor(operand)
         elif not _is_same_everywhere(operand):
@@ -110,19 +110,13 @@ def _is_same_everywhere(operand: Any) -> bool:
     return not isinstance(operand, Tensor) or (type(operand) is Tensor and not operand.dim())
 
 
-def are_placed_alike(a: Tensor, b: Tensor) -> bool:
-    """True if local tensors hold values, and the same part of full tensors of one shape."""
-    spec = spec_of(a)
-    return _are_values(spec.placements) and _are_alike(spec_of(b), spec)
-
-
 @cache
-def _are_values(placements: tuple[Placement, ...]) -> bool:
+def are_values(placements: tuple[Placement, ...]) -> bool:
     """True if ranks hold values of the full tensor, and not summands."""
     return not any(placement.is_partial() for placement in placements)
 
 
-def _are_alike(a: DTensorSpec, b: DTensorSpec) -> bool:
+def are_alike(a: DTensorSpec, b: DTensorSpec) -> bool:
     """True if local tensors hold the same part of full tensors of one shape."""
     return a is b or (
         (a.mesh is b.mesh or a.mesh == b.mesh)
