@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import fully_shard
-from shardwise.buckets.local_steps import ELEMENTWISE
+from shardwise.buckets.local_steps import ELEMENTWISE, stand_in_for
 
 Params = list[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -213,6 +213,16 @@ def test_gradients_may_be_placed_otherwise_by_a_hook_before_the_step() -> None:
         each.step()
     assert_equal(model, plain)
     assert_states_equal(*optimizers, model, plain)
+
+
+@on_ranks(2)
+def test_local_tensors_are_made_once_in_a_step_that_asks_for_its_groups_again() -> None:
+    model, plain = both()
+    give_gradients(model, plain, 0)
+    stand_in = stand_in_for(torch.optim.AdamW(model.parameters()))
+    first, again = (next(iter(stand_in.param_groups))["params"] for _ in range(2))
+    assert not any(isinstance(param, DTensor) for param in first[:3])
+    assert all(a is b for a, b in zip(first, again, strict=True))
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ same class steps the local tensors instead. The optimizer itself is not changed,
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -55,13 +56,18 @@ class _LocalGroups:
         self._groups, self._state = groups, state
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for group in self._groups:
-            params = list(map(self._state.local, group["params"]))
-            if all(param is not None for param in params):
-                yield {**group, "params": params}
-            else:
-                elementwise.run_on_local_tensors()
-                yield group
+        return iter(self._local_groups)
+
+    @cached_property
+    def _local_groups(self) -> list[dict[str, Any]]:
+        return [self._local(group) for group in self._groups]  # once: on devices, Adam asks for groups twice
+
+    def _local(self, group: dict[str, Any]) -> dict[str, Any]:
+        params = list(map(self._state.local, group["params"]))
+        if all(param is not None for param in params):
+            return {**group, "params": params}
+        elementwise.run_on_local_tensors()
+        return group
 
 
 class _LocalState(dict[Tensor, Any]):
