@@ -48,7 +48,10 @@ class Watched:
 # Counts do not depend on time at all.
 WATCHED = {
     "host_calls": Watched(
-        "--variants ours", ("width",), {"own_per_block": 0.03, "own_fixed": 0.03}, "host_instructions.py"
+        "--variants ours",
+        ("width",),
+        dict.fromkeys(("own_per_block", "own_fixed", "own_per_stepped"), 0.03),
+        "host_instructions.py",
     ),
     "host_instructions": Watched("--instructions", ("width",), {"added_to_peer": 0.03}),
     "host_overhead": Watched(

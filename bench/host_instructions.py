@@ -38,6 +38,7 @@ COLUMNS = {
     "own_per_block": "own Python calls/block",
     "python_fixed": "fixed Python calls",
     "own_fixed": "own fixed",
+    "own_per_stepped": "own Python calls/parameter, AdamW",
     "instructions": "M instructions/step",
     "added_to_peer": "added to peer",
 }
@@ -74,6 +75,18 @@ def steady_step(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[]
     return step
 
 
+def steady_update(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[], None]:
+    """A step of an optimizer, with gradients that stay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(blocks)))
+    shard(variant, model, model, mesh=mesh)
+    model(torch.randn(2, width)).sum().backward()
+    update = torch.optim.AdamW(model.parameters(), fused=True).step
+    for _ in range(WARM_UP):
+        update()
+    return update
+
+
 def calls_of(step: Callable[[], None], library: str) -> collections.Counter[str]:
     """Calls of one step: of Python functions, of those in the folder ``library``, of C functions."""
     counts: collections.Counter[str] = collections.Counter()
@@ -102,15 +115,16 @@ def folder_of(variant: str) -> str:
 
 def count_calls(variant: str, width: int) -> dict[str, Any]:
     with fake_world(8) as mesh:
-        many, few = (
-            calls_of(steady_step(variant, width, blocks, mesh), folder_of(variant))
-            for blocks in (BLOCKS, FEWER)
+        (many, few), (many_updates, few_updates) = (
+            [calls_of(make(variant, width, blocks, mesh), folder_of(variant)) for blocks in (BLOCKS, FEWER)]
+            for make in (steady_step, steady_update)
         )
+        num_more = (BLOCKS - FEWER) * len(list(Block(width).parameters()))
     row: dict[str, Any] = {"variant": variant, "width": width}
     for kind in ("python", "c", "own"):
         per_block = (many[kind] - few[kind]) / (BLOCKS - FEWER)
         row |= {f"{kind}_per_block": per_block, f"{kind}_fixed": many[kind] - BLOCKS * per_block}
-    return row
+    return row | {"own_per_stepped": (many_updates["own"] - few_updates["own"]) / num_more}
 
 
 # --- instructions -----------------------------------------------------------------------------------

@@ -100,7 +100,9 @@ def _local_values(param: DTensor, values: Mapping[str, Any]) -> dict[str, Any] |
         return None
     found = {}
     for name, value in values.items():
-        if type(value) is DTensor and (name in _NUMBERS or elementwise.are_alike(spec_of(value), spec)):
+        if type(value) is DTensor and (
+            (other := spec_of(value)) is spec or name in _NUMBERS or elementwise.are_alike(other, spec)
+        ):
             value = local_tensor(value)
         elif isinstance(value, Tensor) and name not in _NUMBERS:
             return None
