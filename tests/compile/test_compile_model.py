@@ -227,6 +227,18 @@ def test_gradients_are_summed_over_replicas(world4: World, how: str) -> None:
     assert world4.run(compare_with_eager, how, is_hybrid=True, timeout=120) == [(1, [], [])] * 4
 
 
+@on_ranks(2)
+def test_a_graph_divides_gradients_by_the_factor_that_was_set() -> None:
+    plain = nn.Linear(8, 3).double()
+    model = fully_shard(copy.deepcopy(plain))
+    model.set_gradient_divide_factor(0.5)
+    inputs = random_batch(0, 4)
+    plain(inputs).sum().backward()
+    compiled(model, "function", "eager")(part(inputs)).sum().backward()
+    for shard, param in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(shard.grad), 2 * param.grad)
+
+
 @cache
 def two_dim_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

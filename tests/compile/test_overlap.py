@@ -87,6 +87,22 @@ def test_sums_over_replicas_are_waited_for_when_the_next_one_begins() -> None:
     )
 
 
+def test_sums_over_replicas_have_one_place_among_all_gathers_wherever_these_are_waited_for() -> None:
+    program = "R1, wx1(R1), A1(wx1), wa1(A1), G2, {early}R2, wx2(R2), {late}G3, w3(G3)"
+    assert_expected_inline(
+        "\n".join(
+            " ".join(name for name in ordered(order).split() if name[0] in "GRA")
+            for order in (
+                program.format(early="w2(G2), ", late=""),
+                program.format(early="", late="w2(G2), "),
+            )
+        ),
+        """\
+G2 R1 G3 A1 R2
+G2 R1 G3 A1 R2""",
+    )
+
+
 def test_what_depends_on_other_collectives_stays_where_it_is() -> None:
     """Gathers and reductions of activations: sequence parallelism."""
     program = "G1, w1(G1), a1(w1), G9(a1), w9(G9), c1(w9), R9(c1), wr9(R9), c2(wr9), G2, w2(G2), c3(w2 c2)"
