@@ -119,16 +119,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("has_closure", [False, True])
 @pytest.mark.parametrize("how", OPTIMIZERS)
 @on_ranks(2)
-def test_a_step_is_refused_by_name_before_it_changes_anything(how: str) -> None:
+def test_a_step_is_refused_by_name_before_it_changes_anything(how: str, has_closure: bool) -> None:
     """Only the last block defers, so that others have gradients with which a step could begin."""
     model = Side(is_sharded=True).shard_tower(built(even_tower))
     optimizer = OPTIMIZERS[how](model.parameters())
     with shardwise.no_sync(model.blocks[2]):
         mean_of_squares(model, random_batch(0, 4)).backward()
     before = [param.detach().clone() for param in model.parameters()]
-    told = refusal(optimizer.step)
+    told = refusal(optimizer.step, *([lambda: None] if has_closure else []))
     same = all(
         torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, model.parameters(), strict=True)
     )

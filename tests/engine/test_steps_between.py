@@ -90,7 +90,6 @@ def test_what_was_left_out_of_the_step_still_has_its_backward(side: Side, how: d
 
 
 @same_as_plain(2)
-@pytest.mark.slow
 def test_the_step_may_be_compiled(side: Side) -> None:
     """Of parameters that are kept unsharded: a step of the optimizer tells that they are stale."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=False)

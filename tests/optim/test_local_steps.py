@@ -1,6 +1,8 @@
 """torch's elementwise optimizers step on local tensors: the numbers of plain torch, and the same state."""
 
 import copy
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import fully_shard
-from shardwise.buckets.local_steps import ELEMENTWISE, stand_in_for
+from shardwise.buckets.local_steps import ELEMENTWISE
 
 Params = list[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -215,14 +217,68 @@ def test_gradients_may_be_placed_otherwise_by_a_hook_before_the_step() -> None:
     assert_states_equal(*optimizers, model, plain)
 
 
+def load(optimizer: Any) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.3
+    optimizer.load_state_dict(state)
+
+
+def replace_state(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict, {param: dict(state) for param, state in optimizer.state.items()})
+
+
+def replace_groups(optimizer: Any) -> None:
+    optimizer.param_groups = [{**group, "lr": 0.3} for group in optimizer.param_groups]
+
+
+def set_grad_scale(optimizer: Any) -> None:
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("change", [load, replace_state, replace_groups, set_grad_scale])
 @on_ranks(2)
-def test_local_tensors_are_made_once_in_a_step_that_asks_for_its_groups_again() -> None:
+def test_hooks_before_a_step_may_change_the_optimizer(change: Callable[[Any], None]) -> None:
     model, plain = both()
-    give_gradients(model, plain, 0)
-    stand_in = stand_in_for(torch.optim.AdamW(model.parameters()))
-    first, again = (next(iter(stand_in.param_groups))["params"] for _ in range(2))
-    assert not any(isinstance(param, DTensor) for param in first[:3])
-    assert all(a is b for a, b in zip(first, again, strict=True))
+    is_fused = change is set_grad_scale  # only fused kernels read it
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=is_fused) for each in (model, plain)]
+    for each in optimizers:
+        each.register_step_pre_hook(lambda optimizer, *_: change(optimizer))
+    for step in range(3):
+        give_gradients(model, plain, step)
+        for each in optimizers:
+            each.step()
+        for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(shard), full)  # fused kernels round the last elements otherwise
+    assert len(optimizers[0].state) == len(optimizers[1].state)
+
+
+@on_ranks(2)
+def test_a_method_that_was_replaced_is_called_with_the_optimizer() -> None:
+    model, plain = both()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    seen = []
+    for each in optimizers:
+        own = each._init_group
+        each._init_group = lambda *args, own=own: (seen.append(own.__self__), own(*args))[1]
+    for step in range(2):
+        give_gradients(model, plain, step)
+        for each in optimizers:
+            each.step()
+            assert seen.pop() is each
+    assert_equal(model, plain)
+    assert_states_equal(*optimizers, model, plain)
+
+
+@on_ranks(2)
+def test_a_parameter_that_a_group_has_twice_is_stepped_twice_as_in_plain_torch() -> None:
+    model, plain = both()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        optimizers = [torch.optim.AdamW([each.rows, each.row, each.rows], lr=0.1) for each in (model, plain)]
+    for step in (0, 2):
+        give_gradients(model, plain, step)
+        for each in optimizers:
+            each.step()
+    assert_equal(model, plain)
 
 
 @on_ranks(2)

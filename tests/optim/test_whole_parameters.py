@@ -275,6 +275,22 @@ def test_groups_come_and_schedulers_change_them(way: Way, kind: Kind) -> Any:
     return found(model, optimizer)
 
 
+@bit_for_bit(Way(3))
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_parameter_may_move_to_another_group(way: Way, is_new: bool) -> Any:
+    model, optimizer = start(way, Kind(torch.optim.AdamW, {"lr": 0.1}), matrices_first)
+    steps(model, optimizer, range(2))
+    first, *others = optimizer.param_groups
+    moved = first["params"].pop()
+    if is_new:
+        optimizer.add_param_group({"params": [moved], "lr": 0.01})
+    else:
+        others[0]["params"].insert(0, moved)
+        others[0]["lr"] = 0.01
+    steps(model, optimizer, range(2, 4))
+    return found(model, optimizer)
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

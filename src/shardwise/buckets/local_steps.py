@@ -2,11 +2,11 @@
 
 DTensor takes 9 us of the host for each operation of an optimizer on one parameter (torch 2.13), and AdamW has
 eight. A hook before a step may replace its arguments, of which the optimizer is the first: a stand-in of the
-same class steps the local tensors instead. The optimizer itself is not changed, whatever the step raises.
+same class, made after all other hooks, steps the local tensors instead. The optimizer itself is not changed,
+whatever the step raises.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -36,38 +36,17 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer | None:
-    """An optimizer that steps local tensors in place of ``optimizer``; None if it is not one of these.
-
-    It reads gradients and state when its step asks for them, after other hooks.
-    """
-    if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
+    """An optimizer that steps local tensors in place of ``optimizer``, once; None if it is not one of these,
+    or if a method of it was replaced."""
+    kind = type(optimizer)
+    methods = vars(optimizer).keys() - {"step"}  # schedulers wrap it
+    if kind not in ELEMENTWISE or any(callable(getattr(kind, name, None)) for name in methods):
         return None
-    made: Optimizer = object.__new__(type(optimizer))
     state = _LocalState(optimizer.state)
-    vars(made).update(vars(optimizer), param_groups=_LocalGroups(optimizer.param_groups, state), state=state)
+    groups = list(map(state.local_group, optimizer.param_groups))
+    made: Optimizer = object.__new__(kind)
+    vars(made).update(vars(optimizer), param_groups=groups, state=state)
     return made
-
-
-class _LocalGroups:
-    """Param groups, with the local tensors of parameters. A group of which a gradient or state is placed
-    otherwise than the parameter comes as it is, and DTensor steps it."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], state: "_LocalState") -> None:
-        self._groups, self._state = groups, state
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._local_groups)
-
-    @cached_property
-    def _local_groups(self) -> list[dict[str, Any]]:
-        return [self._local(group) for group in self._groups]  # once: on devices, Adam asks for groups twice
-
-    def _local(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = list(map(self._state.local, group["params"]))
-        if all(param is not None for param in params):
-            return {**group, "params": params}
-        elementwise.run_on_local_tensors()
-        return group
 
 
 class _LocalState(dict[Tensor, Any]):
@@ -77,9 +56,20 @@ class _LocalState(dict[Tensor, Any]):
         super().__init__()
         self._state = state
 
-    def local(self, param: Tensor) -> Tensor | None:
-        """Another tensor over the local one of ``param``, with its gradient; None if the result could differ;
-        ``param`` itself if it is a plain tensor or has no gradient."""
+    def local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """``group`` with local tensors in place of parameters; if the result could differ, itself, which
+        DTensor steps."""
+        given = group["params"]
+        if not group.get("differentiable") and len(set(map(id, given))) == len(given):
+            params = list(map(self._local, given))
+            if all(param is not None for param in params):
+                return {**group, "params": params}
+        elementwise.run_on_local_tensors()
+        return group
+
+    def _local(self, param: Tensor) -> Tensor | None:
+        """Another tensor over the local one of ``param``, with its gradient; None if gradient or state are
+        placed otherwise; ``param`` itself if it is a plain tensor or has no gradient."""
         if not isinstance(param, DTensor) or (grad := param.grad) is None:
             return param
         values = _local_values(param, {"grad": grad, **self._state.get(param, {})})

@@ -9,6 +9,7 @@ but not the version counter, by which autograd refuses a backward whose weights 
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,7 @@ class StepListener(Protocol):
 _listeners: "weakref.WeakKeyDictionary[StepListener, None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # ranks may be threads
 _handles: list[Any] = []  # of the hooks, once installed
+_last_hooks: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = weakref.WeakKeyDictionary()
 
 
 def install_step_hooks() -> None:
@@ -72,17 +74,56 @@ def add_step_listener(listener: StepListener) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # which may run the last backward
-    if DEFERRED and not has_closure:
+    """The first hook before a step. Dynamo traces it, and then finds a constant: what it compiles is made for
+    the parameters of the optimizer, not for those of a stand-in, which would be new ones in each step."""
+    if torch.compiler.is_compiling():
+        _begin_step(optimizer, args, kwargs, is_compiled=True)
+    else:
+        _begin_step(optimizer, args, kwargs, is_compiled=False)
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> None:
+    if not any(map(callable, (*args[1:], *kwargs.values()))):  # a closure may run the last backward
+        _refuse_deferred(optimizer)
+    if (earlier := _last_hooks.pop(optimizer, None)) is not None:
+        earlier.remove()
+    if not any(map(bucket_and_index, params_of(optimizer.param_groups))):
+        return
+    if is_compiled:
+        elementwise.run_on_local_tensors()
+    else:  # again in each step, since hooks run in the order in which they were registered
+        _last_hooks[optimizer] = optimizer.register_step_pre_hook(_replace_arguments)
+
+
+def _replace_arguments(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """The last hook before a step: others may have replaced param groups and state, or given a closure."""
+    own, *others = args
+    if not any(map(callable, (*others, *kwargs.values()))) and (made := stand_in_for(optimizer)) is not None:
+        return (made, *others), kwargs
+    elementwise.run_on_local_tensors()
+    checked = partial(_checked, optimizer)
+    return (own, *map(checked, others)), {name: checked(value) for name, value in kwargs.items()}
+
+
+def _checked(optimizer: torch.optim.Optimizer, argument: Any) -> Any:
+    """``argument``; of a closure, gradients that it leaves unreduced are refused before they are used."""
+    if not callable(argument):
+        return argument
+
+    @wraps(argument)
+    def closure(*args: Any) -> Any:
+        loss = argument(*args)
+        _refuse_deferred(optimizer)
+        return loss
+
+    return closure
+
+
+def _refuse_deferred(optimizer: torch.optim.Optimizer) -> None:
+    if DEFERRED:
         for param in params_of(optimizer.param_groups):
             if param.grad is not None:
                 refuse_deferred(param.grad)
-    if not any(map(bucket_and_index, params_of(optimizer.param_groups))):
-        return None
-    if not has_closure and (stand_in := stand_in_for(optimizer)) is not None:
-        return (stand_in, *args[1:]), kwargs
-    elementwise.run_on_local_tensors()
-    return None
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -99,5 +140,6 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         listener.optimizer_stepped(buckets)
 
 
-break_graphs(_about_to_step)
+break_graphs(_begin_step)
+break_graphs(_replace_arguments)
 break_graphs(_stepped)  # dynamo cannot read the attribute by which a parameter knows its bucket

@@ -185,11 +185,15 @@ class WholeParameters(Optimizer):
             made is None
             or others
             or list(map(id, params)) != list(map(id, self._params))
+            or self._group_sizes() != self._sizes
             or not made.is_of(params)
         ):
             self._grad_dtypes |= others
             made = self._plan(params)
         return made
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return self._grad_dtypes.get(param, param.dtype)
@@ -225,6 +229,7 @@ class WholeParameters(Optimizer):
         self._forget_plan()
         self._exchange = made
         self._params: list[Tensor] = params
+        self._sizes = self._group_sizes()
         self._names = names
         self._index = {param: index for index, param in enumerate(params)}
         self._owned = {key.tensor for key in made.owned}
