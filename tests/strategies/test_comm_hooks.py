@@ -556,6 +556,16 @@ def test_quantized_small_numbers_do_not_suffer_from_large_ones_far_away(world: W
 
 
 @on_ranks(2)
+def test_quantized_leaves_vectors_exact() -> None:
+    shapes = (1000,), VECTOR
+    model, _ = given("zero3", *shapes)
+    register_comm_hook(model, None, QuantizedReduction(block_size=BLOCK))
+    of_ranks = [gradients_to_give(rank, *shapes) for rank in range(2)]
+    got, _ = reduce_given(model, of_ranks[dist.get_rank()])
+    assert torch.equal(got, (of_ranks[0][0] + of_ranks[1][0]) / 2)
+
+
+@on_ranks(2)
 def test_error_feedback_begins_anew_where_numbers_lie_elsewhere() -> None:
     model = fully_shard(nn.Linear(6, 6), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     register_comm_hook(model, None, QuantizedReduction(block_size=64))
