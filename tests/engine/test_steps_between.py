@@ -4,6 +4,7 @@ Kernels over lists of DTensors, and fused ones, leave the version counters as th
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from reference import mean_of_squares
 from scenario import Side, same_as_plain
 from torch import nn
 
-from shardwise.optim import FlatOptimizer
+from shardwise.optim import FlatOptimizer, Muon, WholeParameters
 
 WAYS_TO_STEP: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
@@ -89,13 +90,22 @@ def test_what_was_left_out_of_the_step_still_has_its_backward(side: Side, how: d
     side.note_parameters(model)
 
 
+STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch": lambda params: torch.optim.SGD(params, lr=0.1),
+    "flat": lambda params: FlatOptimizer(torch.optim.SGD(params, lr=0.1)),
+    "whole": lambda params: WholeParameters(torch.optim.SGD, params, lr=0.1),
+    "muon": lambda params: Muon(params, iteration_dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("how", STEPPERS)
 @same_as_plain(2)
-def test_the_step_may_be_compiled(side: Side) -> None:
+def test_the_step_may_be_compiled(side: Side, how: str) -> None:
     """Of parameters that are kept unsharded: a step of the optimizer tells that they are stale."""
     model = side.shard_tower(built(even_tower), reshard_after_forward=False)
     if side.is_sharded:
         model.set_reshard_after_backward(False)  # type: ignore[operator]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = STEPPERS[how if side.is_sharded or how == "muon" else "torch"](model.parameters())
     step = torch.compile(optimizer.step, backend="eager") if side.is_sharded else optimizer.step
     for index in range(3):
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ parameters, and state by parameter in DTensors. Therefore
 - each step checks in a few passes whether anything has moved; if so, it makes new runs.
 """
 
+import inspect
 import types
 import weakref
 from collections import defaultdict
@@ -39,6 +40,7 @@ from shardwise.optim.flat_runs import (
 )
 from shardwise.optim.owner_exchange import name_or_shape, placed_gradient, placed_like, refuse_twice
 from shardwise.torch_compat import dtensor, optimizers
+from shardwise.torch_compat.dynamo import break_graphs
 
 Optimizer = torch.optim.Optimizer
 
@@ -383,3 +385,6 @@ def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:
     """An empty optimizer, for ``copy`` and ``pickle``."""
     made: FlatOptimizer = object.__new__(_flat_class(flat, kind))
     return made
+
+
+break_graphs(inspect.unwrap(FlatOptimizer.step))

@@ -5,6 +5,7 @@ owners. An AdamW on flat shards steps the other parameters. It shares its param 
 the state of both is shown as one.
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -32,6 +33,7 @@ from shardwise.optim.owners import Block, BlockKey
 from shardwise.optim.whole_matrices import WholeMatrices, check_matrix, on_stacks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import dtensor, foreach, optimizers
+from shardwise.torch_compat.dynamo import break_graphs
 
 _EMBEDDINGS = ("embed", "wte", "wpe", "emb")
 _HEADS = ("head", "output", "classifier", "score", "logits", "embed_out")
@@ -578,3 +580,6 @@ def _check_group(group: dict[str, Any], index: int) -> None:
         _check_hyperparameters(f"Muon: group {index}", group)
         for param, name in zip(params, names, strict=True):
             check_matrix(param, name)
+
+
+break_graphs(inspect.unwrap(Muon.step))

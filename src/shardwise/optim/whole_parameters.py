@@ -49,6 +49,7 @@ from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import own_rank
 from shardwise.torch_compat import dtensor, optimizers, tensor_impl
+from shardwise.torch_compat.dynamo import break_graphs
 
 Optimizer = torch.optim.Optimizer
 ParameterCost = Callable[[tuple[int, ...]], float]
@@ -738,3 +739,6 @@ def _check_class(kind: Any, single_owner: Any) -> None:
             f"WholeParameters: {kind.__name__} calls a closure within its step, after changing all "
             "parameters. Pass single_owner=True, which gives all of them to one rank."
         )
+
+
+break_graphs(inspect.unwrap(WholeParameters.step))
