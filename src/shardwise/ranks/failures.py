@@ -333,16 +333,20 @@ class FailureMonitor(RankActivity):
                 is_time = self.quiet_looks >= STUCK_LOOKS and self.quiet_looks % 2 == 0
                 if self.failure is None and is_time and waiting is self.waiting:
                     self._look_for_deadlock(waiting)
-        if self.failure is not None and waiting is self.last_wait:
-            if waiting is not self.on_host:
-                self._unraised = self.failure
-            pgs = [axis.pg for axis in waiting.axes() if axis.pg is not None]
-            c10d.end_waits(pgs, self._aborts)
-            self._ended_looks += 1
-            if self._ended_looks == PATIENCE_LOOKS:
-                # Nothing can end the waits of some back ends, so log why this one is in vain.
-                text = self.failure.text(waiting.subject)
-                _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
+        with self._lock:  # aborts begin before this rank raises, which waits for them
+            if self.failure is not None and waiting is self.last_wait:
+                self._end_waits(self.failure, waiting)
+
+    def _end_waits(self, failure: FailureNote, waiting: Wait) -> None:
+        if waiting is not self.on_host:
+            self._unraised = failure
+        pgs = [axis.pg for axis in waiting.axes() if axis.pg is not None]
+        c10d.end_waits(pgs, self._aborts)
+        self._ended_looks += 1
+        if self._ended_looks == PATIENCE_LOOKS:
+            # Nothing can end the waits of some back ends, so log why this one is in vain.
+            text = failure.text(waiting.subject)
+            _log.error("%s\nThe back end does not let this wait end before its timeout.", text)
 
     def _look_at_failures(self, waiting: Wait) -> None:
         """Fail if a rank failed before it issued the awaited collective, and has not continued since."""
