@@ -59,10 +59,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm2(x))))
 
 
-def steady_step(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[], None]:
+def sharded_blocks(variant: str, width: int, blocks: int, mesh: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(blocks)))
     shard(variant, model, model, mesh=mesh)
+    return model
+
+
+def steady_step(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[], None]:
+    model = sharded_blocks(variant, width, blocks, mesh)
     x = torch.randn(2, width)
 
     def step() -> None:
@@ -77,9 +82,7 @@ def steady_step(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[]
 
 def steady_update(variant: str, width: int, blocks: int, mesh: Any) -> Callable[[], None]:
     """A step of an optimizer, with gradients that stay."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width) for _ in range(blocks)))
-    shard(variant, model, model, mesh=mesh)
+    model = sharded_blocks(variant, width, blocks, mesh)
     model(torch.randn(2, width)).sum().backward()
     update = torch.optim.AdamW(model.parameters(), fused=True).step
     for _ in range(WARM_UP):

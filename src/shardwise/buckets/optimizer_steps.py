@@ -76,14 +76,11 @@ def add_step_listener(listener: StepListener) -> None:
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """The first hook before a step. Dynamo traces it, and then finds a constant: what it compiles is made for
     the parameters of the optimizer, not for those of a stand-in, which would be new ones in each step."""
-    if torch.compiler.is_compiling():
-        _begin_step(optimizer, args, kwargs, is_compiled=True)
-    else:
-        _begin_step(optimizer, args, kwargs, is_compiled=False)
+    _begin_step(optimizer, args, kwargs, is_compiled=torch.compiler.is_compiling())
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> None:
-    if not any(map(callable, (*args[1:], *kwargs.values()))):  # a closure may run the last backward
+    if not _has_closure(args, kwargs):
         _refuse_deferred(optimizer)
     if (earlier := _last_hooks.pop(optimizer, None)) is not None:
         earlier.remove()
@@ -98,11 +95,16 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, is_com
 def _replace_arguments(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """The last hook before a step: others may have replaced param groups and state, or given a closure."""
     own, *others = args
-    if not any(map(callable, (*others, *kwargs.values()))) and (made := stand_in_for(optimizer)) is not None:
+    if not _has_closure(args, kwargs) and (made := stand_in_for(optimizer)) is not None:
         return (made, *others), kwargs
     elementwise.run_on_local_tensors()
     checked = partial(_checked, optimizer)
     return (own, *map(checked, others)), {name: checked(value) for name, value in kwargs.items()}
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """True if the step calls something itself, which may run the last backward."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 def _checked(optimizer: torch.optim.Optimizer, argument: Any) -> Any:

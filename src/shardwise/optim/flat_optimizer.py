@@ -387,4 +387,4 @@ def _rebuilt(flat: Any, kind: Any) -> FlatOptimizer:
     return made
 
 
-break_graphs(inspect.unwrap(FlatOptimizer.step))
+break_graphs(inspect.unwrap(FlatOptimizer.step))  # dynamo fails while it traces it

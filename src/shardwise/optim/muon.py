@@ -582,4 +582,4 @@ def _check_group(group: dict[str, Any], index: int) -> None:
             check_matrix(param, name)
 
 
-break_graphs(inspect.unwrap(Muon.step))
+break_graphs(inspect.unwrap(Muon.step))  # dynamo fails while it traces it

@@ -741,4 +741,4 @@ def _check_class(kind: Any, single_owner: Any) -> None:
         )
 
 
-break_graphs(inspect.unwrap(WholeParameters.step))
+break_graphs(inspect.unwrap(WholeParameters.step))  # dynamo fails while it traces it

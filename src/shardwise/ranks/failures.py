@@ -338,6 +338,7 @@ class FailureMonitor(RankActivity):
                 self._end_waits(self.failure, waiting)
 
     def _end_waits(self, failure: FailureNote, waiting: Wait) -> None:
+        """Make what this rank waits for raise; with the lock."""
         if waiting is not self.on_host:
             self._unraised = failure
         pgs = [axis.pg for axis in waiting.axes() if axis.pg is not None]
