@@ -1,7 +1,7 @@
 """Where shards lie: on which dimension, on which mesh, on how many ranks after forward, on which device.
 
-Training equals plain training on the global batch in float64 to 1e-10, with each of these alone and in
-pairs with what people combine them with.
+Training equals plain training on the global batch in float64 to 1e-10 with pairs of these and what people
+combine them with; with each alone: test_parity.py.
 """
 
 from collections.abc import Callable
@@ -15,143 +15,65 @@ import torch.distributed as dist
 from comparing import assert_all_same, assert_as_plain
 from failure_models import Chain
 from harness import World
-from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, tensors_of, train_on, whole
-from models import (
-    WIDTH,
-    Block,
-    built,
-    even_tower,
-    language_model,
-    next_token_loss,
-    odd_model,
-    random_batch,
-    shard_tower,
-    token_batch,
-    uneven_batch,
-    uneven_tower,
-)
+from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, tensors_of, whole
+from models import WIDTH, Block, built, random_batch, shard_tower
 from on_ranks import on_ranks
-from reference import LocalAdamW, Recipe, adamw, assert_same_record, full, mean_of_squares, plain_run, shard
-from scenario import Side
+from reference import LocalAdamW, Recipe, adamw, full, mean_of_squares, shard
+from test_parity import CONVOLUTIONS, EVEN, LINES, SQUARE, UNEVEN, largest, last, second
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 
-LINES = {size: Layout((size,), ("shard",), ("shard",)) for size in (1, 2, 3, 4)}
 LINE = LINES[4]
-SQUARE = Layout((2, 2))
-
-# --- on which dimension ---------------------------------------------------------------------------
-
-
-class Convolutions(nn.Module):
-    """Weights of three and four dimensions, none of which divides by 2 and 4 everywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Conv2d(1, 8, (3, 5), padding=(1, 2))
-        self.blocks = nn.ModuleList([nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 4, (2, 4), padding=1)])
-        self.line = nn.Conv1d(4, 8, 4, padding=2)
-        self.outlet = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x.view(-1, 1, 2, x.shape[1] // 2))
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.outlet(self.line(x.flatten(2)).mean(-1))
-
-
-EVEN = Recipe(even_tower, random_batch, steps=2)
-UNEVEN = Recipe(uneven_tower, uneven_batch, steps=2)
-ODD = Recipe(odd_model, random_batch, steps=2)
-TEXT = Recipe(language_model, token_batch, loss=next_token_loss, steps=2)
-CONVOLUTIONS = Recipe(Convolutions, random_batch, steps=2)
-
-
-def second(param: nn.Parameter) -> Shard | None:
-    return Shard(1) if param.ndim > 1 else None
-
-
-def last(param: nn.Parameter) -> Shard | None:
-    return Shard(-1) if param.ndim else None
-
-
-def before_last(param: nn.Parameter) -> Shard | None:
-    return Shard(-2) if param.ndim > 1 else None
-
-
-def largest(param: nn.Parameter) -> Shard | None:
-    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim])) if param.ndim else None
-
-
-def smallest(param: nn.Parameter) -> Shard | None:
-    return Shard(min(range(param.ndim), key=lambda dim: param.shape[dim])) if param.ndim else None
-
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "recipe", "place", "reshard"),
-    [
-        pytest.param(1, LINES[1], UNEVEN, last, True, id="1, uneven, last"),
-        pytest.param(2, LINES[2], EVEN, smallest, True, id="2, even, smallest"),
-        pytest.param(2, LINES[2], CONVOLUTIONS, second, False, id="2, convolutions, second"),
-        pytest.param(3, LINES[3], ODD, largest, None, id="3, odd, largest"),
-        pytest.param(3, LINES[3], TEXT, before_last, None, id="3, text, before last"),
-        pytest.param(4, LINE, UNEVEN, last, None, id="4, uneven, last"),
-        pytest.param(4, LINE, ODD, last, False, id="4, odd, last"),
-        pytest.param(4, SQUARE, CONVOLUTIONS, second, None, id="hybrid, convolutions, second"),
-    ],
-    indirect=["world"],
-)
-@on_ranks()
-def test_any_number_of_ranks_and_hybrids_may_shard_parameters_on_any_dimension(
-    layout: Layout, recipe: Recipe, place: PlacementFn, reshard: bool | None
-) -> None:
-    expected = plain_run(recipe)
-    options = {"mesh": layout.mesh(), "shard_placement_fn": place, "reshard_after_forward": reshard}
-    model = shard(recipe.model(), recipe.but(options=options))
-    record = train_on(layout, model, recipe)
-    Side(is_sharded=True).assert_settled(model)
-    assert_same_record(record, expected)
+# --- on which dimension ---------------------------------------------------------------------------
 
 
-def shown(layout: Layout, recipe: Recipe, place: PlacementFn) -> dict[str, Any]:
-    options = {"mesh": layout.mesh(), "shard_placement_fn": place}
-    model = shard(recipe.model(), recipe.but(options=options))
+def shown(layout: Layout, recipe: Recipe, place: PlacementFn | None) -> dict[str, Any]:
+    model = shard(recipe.model(), recipe.but(options={"mesh": layout.mesh(), "shard_placement_fn": place}))
+    local = {name: param.to_local().detach().clone() for name, param in model.named_parameters()}
     mean_of_squares(model, part(recipe.batch(0, 12), *layout.seat())).backward()
     found: dict[str, Any] = {}
     for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
         assert isinstance(param.grad, DTensor)
+        assert param.device_mesh == param.grad.device_mesh == layout.mesh()
         assert param.grad.placements == param.placements
-        found[name] = param.placements, param.to_local().detach().clone(), param.grad.to_local().shape
+        found[name] = param.placements, local[name], param.grad.to_local()
     return found
 
 
 @pytest.mark.parametrize(
-    ("place", "recipe"),
-    [(last, UNEVEN), (second, CONVOLUTIONS), (largest, EVEN)],
-    ids=["uneven", "convolutions", "even"],
+    ("world", "layout", "place", "recipe"),
+    [
+        pytest.param(3, LINES[3], last, UNEVEN, id="uneven, last"),
+        pytest.param(3, LINES[3], second, CONVOLUTIONS, id="convolutions, second"),
+        pytest.param(3, LINES[3], largest, EVEN, id="even, largest"),
+        pytest.param(4, SQUARE, None, UNEVEN, id="hybrid"),
+    ],
+    indirect=["world"],
 )
 def test_each_rank_holds_its_chunk_of_the_dimension(
-    world3: World, place: PlacementFn, recipe: Recipe
+    world: World, layout: Layout, place: PlacementFn | None, recipe: Recipe
 ) -> None:
-    """As torch.chunk cuts: ceil(size / ranks) each, the last ranks perhaps with fewer or none."""
-    ranks = world3.run(shown, LINES[3], recipe, place)
+    """As torch.chunk cuts: ceil(size / ranks) each, the last ranks perhaps with fewer or none. Replicas hold the same."""
+    ranks = world.run(shown, layout, recipe, place)
+    replicas, shards = ([], 3) if layout is LINES[3] else ([Replicate()], 2)
     for name, value in recipe.model().named_parameters():
-        dim = (place(value) or Shard(0)).dim % value.ndim
-        chunks = list(value.detach().chunk(3, dim))
+        dim = ((place and place(value)) or Shard(0)).dim % value.ndim
+        chunks = list(value.detach().chunk(shards, dim))
         for rank, found in enumerate(ranks):
             placements, local, gradient = found[name]
-            assert placements == (Shard(dim),), f"{name}: {placements}"
-            assert gradient == local.shape
-            if rank < len(chunks):
-                assert torch.equal(local, chunks[rank]), f"{name} on rank {rank}"
+            assert placements == (*replicas, Shard(dim)), f"{name}: {placements}"
+            assert gradient.shape == local.shape
+            assert torch.equal(gradient, ranks[rank % shards][name][2])
+            if rank % shards < len(chunks):
+                assert torch.equal(local, chunks[rank % shards]), f"{name} on rank {rank}"
             else:
                 assert local.numel() == 0, f"{name} on rank {rank}"
 
@@ -276,27 +198,13 @@ def steps_of_experts(
 
 
 MIXTURES = {
-    "uneven": Experts(hidden=13),
-    "from_torch": Experts(result="torchs"),
-    "hybrid": Experts(hybrid=True),
-    "columns": Experts(column=True, hidden=13),
-    "frozen_half_of_an_expert": Experts(frozen="experts.0.up"),
-    "checkpointed_frozen": Experts(checkpointed=True, frozen="inlet", hidden=13),
-    "microbatches": Experts(microbatches=3, hidden=13),
-    "kept": Experts(options={"reshard_after_forward": False}),
-    "hybrid_frozen_microbatches": Experts(hybrid=True, frozen="up", microbatches=2),
+    "named by torch's class, uneven, checkpointed": Experts(result="torchs", hidden=13, checkpointed=True),
+    "beside hybrids, on columns, in microbatches": Experts(hybrid=True, column=True, microbatches=2),
+    "kept, partly frozen": Experts(options={"reshard_after_forward": False}, frozen="experts.0.up"),
 }
 
 
-@pytest.mark.parametrize(
-    "experts",
-    [
-        pytest.param(
-            each, id=name, marks=() if name in ("from_torch", "hybrid", "kept") else pytest.mark.slow
-        )
-        for name, each in MIXTURES.items()
-    ],
-)
+@pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
 @on_ranks(4)
 def test_experts_lie_on_another_mesh_than_the_rest(experts: Experts) -> None:
     """One expert per half of the ranks, sharded within the half; the rest over all ranks."""
@@ -324,41 +232,24 @@ def test_experts_lie_on_another_mesh_than_the_rest(experts: Experts) -> None:
 # --- on how many ranks after forward --------------------------------------------------------------
 
 
-def line_run(recipe: Recipe, options: dict[str, Any]) -> Any:
-    layout = LINES[dist.get_world_size()]
-    model = shard(recipe.model(), recipe.but(options={"mesh": layout.mesh(), **options}))
-    return train_on(layout, model, recipe)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "recipe"), [(2, ODD), (2, UNEVEN), (4, TEXT)], ids=["odd", "uneven", "text"]
-)
-def test_resharding_to_fewer_ranks_changes_no_number(world4: World, ranks: int, recipe: Recipe) -> None:
-    expected = plain_run(recipe)
-    for record in world4.run(line_run, recipe, {"reshard_after_forward": ranks}):
-        assert_same_record(record, expected)
-
-
-def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) -> dict[str, Any]:
+def resharded(layout: Layout | None, place: PlacementFn | None) -> dict[str, Any]:
     """What may happen between forward and backward, on 2 ranks of 4."""
-    model = recipe.model()
+    model = UNEVEN.model()
     if layout is not None:
-        options = {"mesh": layout.mesh(), "reshard_after_forward": 2, "shard_placement_fn": place}
-        shard(model, recipe.but(options=options))
+        shard_tower(model, mesh=layout.mesh(), reshard_after_forward=2, shard_placement_fn=place)
     optimizer = adamw(model)
-    width = recipe.batch(0, 1).shape[1]
     notes: dict[str, Any] = {}
     for step in range(2):
         optimizer.zero_grad()
         with torch.no_grad():  # an evaluation, of which no backward follows
-            notes[f"evaluation {step}"] = model(random_batch(50 + step, 3, width))
-        first = mean_of_squares(model, layout_inputs(layout, 10 * step, width))
+            notes[f"evaluation {step}"] = model(random_batch(50 + step, 3, 7))
+        first = mean_of_squares(model, layout_inputs(layout, 10 * step, 7))
         if layout is not None:
             for param in model.parameters():
                 assert isinstance(param, DTensor)
                 assert param.device_mesh == layout.mesh(), "what is shown is not the shard"
         notes |= {f"between {step}: {name}": full(v) for name, v in model.state_dict().items()}
-        second_loss = mean_of_squares(model, layout_inputs(layout, 10 * step + 1, width))
+        second_loss = mean_of_squares(model, layout_inputs(layout, 10 * step + 1, 7))
         (first + second_loss).backward()
         notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
@@ -369,7 +260,7 @@ def resharded(layout: Layout | None, recipe: Recipe, place: PlacementFn | None) 
 def test_between_forward_and_backward_the_shards_are_shown_and_right(
     world4: World, place: PlacementFn | None
 ) -> None:
-    assert_all_same(world4.run(resharded, LINE, UNEVEN, place), resharded(None, UNEVEN, None))
+    assert_all_same(world4.run(resharded, LINE, place), resharded(None, None))
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -377,7 +268,7 @@ def test_between_forward_and_backward_the_shards_are_shown_and_right(
 
 class Checkpointed(Chain):
     def __init__(self, reentrant: bool | None, hidden: int) -> None:
-        super().__init__(*[lambda: Block(WIDTH, hidden)] * 3)
+        super().__init__(*[lambda: Block(WIDTH, hidden)] * 2)
         self.reentrant = reentrant
 
     def between(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -438,15 +329,13 @@ def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
 CHECKPOINTS, CHECKPOINTS_REENTRANTLY = Habit(reentrant=False), Habit(reentrant=True)
 ACCUMULATES_AND_CLIPS = Habit(microbatches=3, clip=True)
 FREEZES = Habit(frozen=("blocks.1", "blocks.0.up", "inlet.bias"))
-DOES_ALL = Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.2.norm",))
+DOES_ALL = Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.0.norm",))
 
 PAIRS: dict[str, tuple[Feature, Habit]] = {
-    "columns, accumulation and clipping": (Feature(place=second), ACCUMULATES_AND_CLIPS),
-    "columns, checkpointing": (Feature(place=second), CHECKPOINTS),
-    "pinned offload, frozen": (Feature(offloads=True, pins=True), FREEZES),  # nothing to pin for on a host
-    "offload of kept columns, everything": (Feature(place=second, offloads=True, reshard=False), DOES_ALL),
-    "hybrid, reentrant checkpointing": (Feature(SQUARE), CHECKPOINTS_REENTRANTLY),
     "hybrid columns, accumulation and clipping": (Feature(SQUARE, place=last), ACCUMULATES_AND_CLIPS),
+    "pinned offload, frozen": (Feature(offloads=True, pins=True), FREEZES),  # nothing to pin for on a host
+    "offload of kept columns, everything": (Feature(place=last, offloads=True, reshard=False), DOES_ALL),
+    "hybrid, reentrant checkpointing": (Feature(SQUARE), CHECKPOINTS_REENTRANTLY),
     "hybrid offload of columns, checkpointing": (
         Feature(SQUARE, place=largest, offloads=True, reshard=True),
         CHECKPOINTS,
@@ -467,19 +356,3 @@ PAIRS: dict[str, tuple[Feature, Habit]] = {
 )
 def test_placements_go_with_habits(world: World, feature: Feature, habit: Habit) -> None:
     assert_as_plain(world, habitual, feature, habit)
-
-
-# --- offloading -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("world", "recipe", "pins"),
-    [(1, ODD, True), (2, TEXT, False), (3, UNEVEN, True)],
-    indirect=["world"],
-    ids=["odd", "text", "uneven"],
-)
-@on_ranks()
-def test_offloading_changes_no_number(recipe: Recipe, pins: bool) -> None:
-    expected = plain_run(recipe)
-    record = line_run(recipe, {"offload_policy": shardwise.CPUOffloadPolicy(pin_memory=pins)})
-    assert_same_record(record, expected)
