@@ -40,9 +40,15 @@ SHARDS_OF_ONE_REPLICA = Layout((1, 2, 2), ("replicate", "shard", "tp"), ("replic
 EVEN, UNEVEN, FEW_ROWS = SIZES["even"], SIZES["uneven"], SIZES["few_rows"]
 ALL = {"plan": "everything"}
 RUNS: dict[str, tuple[Layout, Run]] = {
-    "even, other order": (OTHER_ORDER, Run(sizes=EVEN)),
-    "data alone": (Layout((2, 1), ("dp", "tp"), ("dp",)), Run(sizes=UNEVEN)),
-    "tensors alone": (Layout((1, 2), ("dp", "tp"), ("dp",)), Run(sizes=FEW_ROWS)),
+    "even, last dimension, other order": (OTHER_ORDER, Run(**ALL, dim=-1, sizes=EVEN)),
+    "data alone, a loop": (
+        Layout((2, 1), ("dp", "tp"), ("dp",)),
+        Run(optimizer="adamw_loop", sizes=UNEVEN, options={"reshard_after_forward": 2}),
+    ),
+    "tensors alone, momentum": (
+        Layout((1, 2), ("dp", "tp"), ("dp",)),
+        Run(optimizer="sgd_momentum", sizes=FEW_ROWS),
+    ),
     "shards of one replica": (SHARDS_OF_ONE_REPLICA, Run(**ALL, optimizer="adamw_foreach", sizes=UNEVEN)),
     "replicas, sequences": (REPLICAS, Run(plan="sequences", sizes=UNEVEN)),
     "replicas of shards": (
@@ -52,28 +58,11 @@ RUNS: dict[str, tuple[Layout, Run]] = {
     "few rows, clipped microbatches": (USUAL, Run(**ALL, clip=0.1, microbatches=2, sizes=FEW_ROWS)),
     "columns, clipped microbatches": (USUAL, Run(**ALL, dim=1, clip=0.1, microbatches=2)),
 }
-MORE_RUNS: dict[str, tuple[Layout, Run]] = {
-    "uneven": (USUAL, Run(sizes=UNEVEN)),
-    "replicas, clipped microbatches": (REPLICAS, Run(**ALL, clip=0.1, microbatches=2, sizes=UNEVEN)),
-    "replicas, columns": (REPLICAS, Run(dim=1, sizes=UNEVEN)),
-    "clipped sequences": (USUAL, Run(plan="sequences", clip=0.1)),
-    "last dimension, other order": (OTHER_ORDER, Run(**ALL, dim=-1)),
-    "columns, kept": (USUAL, Run(dim=1, options={"reshard_after_forward": False}, sizes=UNEVEN)),
-    "loop": (USUAL, Run(optimizer="adamw_loop", sizes=UNEVEN)),
-    "momentum": (USUAL, Run(optimizer="sgd_momentum")),
-    "four, resharded to two": (
-        Layout((4, 1), ("dp", "tp"), ("dp",)),
-        Run(**ALL, sizes=UNEVEN, options={"reshard_after_forward": 2}, microbatches=2),
-    ),
-}
 
 
 @pytest.mark.parametrize(
     ("world", "layout", "run"),
-    [
-        *(pytest.param(case[0].size, *case, id=name) for name, case in RUNS.items()),
-        *(pytest.param(c[0].size, *c, id=name, marks=pytest.mark.slow) for name, c in MORE_RUNS.items()),
-    ],
+    [pytest.param(case[0].size, *case, id=name) for name, case in RUNS.items()],
     indirect=["world"],
 )
 def test_training_on_both_dimensions_equals_plain_training(world: World, layout: Layout, run: Run) -> None:
@@ -113,16 +102,28 @@ PLACED = {
     "everything": {"inlet.weight": (BOTH, (0, None)), "blocks.1.norm.bias": (BOTH, (0, None))},
     "sequences": {"inlet.weight": (BOTH, (0, None)), "blocks.1.norm.bias": (BOTH, (0, None))},
 }
+PLACED_ON_COLUMNS = {
+    "inlet.weight": (("dp",), (1,)),
+    "blocks.0.mlp.up.weight": (BOTH, (1, 0)),
+    "blocks.0.mlp.up.bias": (BOTH, (0, 0)),
+    "blocks.0.mlp.down.weight": (BOTH, (1, 1)),
+}
 
 
 @pytest.mark.parametrize(
-    ("plan", "sizes"), [("mlps", EVEN), ("everything", UNEVEN), ("sequences", FEW_ROWS)], ids=str
+    ("run", "placed"),
+    [
+        *(
+            (Run(plan=plan, sizes=sizes), PLACED[plan])
+            for plan, sizes in zip(PLACED, SIZES.values(), strict=True)
+        ),
+        *((Run(dim=dim), PLACED_ON_COLUMNS) for dim in (1, -1)),
+    ],
 )
-def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple[int, int, int]) -> None:
-    run = Run(plan=plan, sizes=sizes)
+def test_parameters_lie_on_the_joint_mesh(world4: World, run: Run, placed: dict[str, Any]) -> None:
     plain = dict(made(None, run).named_parameters())
     ranks = world4.run(shown, USUAL, run)
-    for name, expected in PLACED[plan].items():
+    for name, expected in placed.items():
         for found in ranks:
             assert (found[name][0], found[name][1]) == expected
             assert found[name][2] == plain[name].shape
@@ -131,15 +132,6 @@ def test_parameters_lie_on_the_joint_mesh(world4: World, plan: str, sizes: tuple
         numel = sum(found[name][3].numel() for found in ranks)
         copies = 1 if mesh_names == BOTH and None not in dims else 2
         assert numel == copies * value.numel(), f"{name}: the ranks hold {numel} numbers"
-
-
-@on_ranks(4)
-def test_another_dimension_than_tensor_parallel_may_be_sharded() -> None:
-    for found in [shown(USUAL, Run(dim=dim)) for dim in (1, -1)]:
-        assert found["blocks.0.mlp.up.weight"][1] == (1, 0)
-        assert found["blocks.0.mlp.down.weight"][1] == (1, 1)
-        assert found["blocks.0.mlp.up.bias"][1] == (0, 0)
-        assert found["inlet.weight"][1] == (1,)
 
 
 def states(layout: Layout | None, run: Run) -> dict[str, Any]:
@@ -155,14 +147,8 @@ def states(layout: Layout | None, run: Run) -> dict[str, Any]:
     return {**before, **after}
 
 
-@pytest.mark.parametrize(
-    ("layout", "sizes"),
-    [(OTHER_ORDER, UNEVEN), pytest.param(REPLICAS, FEW_ROWS, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_states_hold_the_full_values(world4: World, layout: Layout, sizes: tuple[int, int, int]) -> None:
-    run = Run(plan="everything", sizes=sizes)
-    assert_as_plain(world4, states, layout, run)
+def test_states_hold_the_full_values(world4: World) -> None:
+    assert_as_plain(world4, states, OTHER_ORDER, Run(plan="everything", sizes=UNEVEN))
 
 
 class Uneven(nn.Sequential):
