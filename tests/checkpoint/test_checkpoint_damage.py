@@ -16,7 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import Net, Run, everything, first_half, second_half, uninterrupted
+from checkpointing import (
+    OWN,
+    Net,
+    Run,
+    everything,
+    first_half,
+    needs_own_disks,
+    on_own_disk,
+    second_half,
+    uninterrupted,
+)
 from comparing import alike, assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
@@ -288,27 +298,15 @@ def test_files_that_are_longer_or_gone_are_refused(world2: World, tmp_path: Path
 # --- another checkpoint on each host ----------------------------------------------------------------
 
 
-def on_own_disk(folder: str, act: Callable[..., Any], *args: Any) -> Any:
-    """`act` where the path /proc/self/cwd is another place for each rank, as a disk of its host is."""
-    before = Path.cwd()
-    own = Path(folder) / f"host-{dist.get_rank()}"
-    own.mkdir(exist_ok=True)
-    os.chdir(own)
-    try:
-        return act(*args)
-    finally:
-        os.chdir(before)
-
-
-OWN = "/proc/self/cwd/run/step-2"
+OWN_PATH = str(OWN / "run/step-2")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
+@needs_own_disks
 def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path) -> None:
     for host in (0, 1):  # the same run, saved twice: all that differs is which save it is
         world2.run(first_half, Run(path=str(tmp_path / f"host-{host}" / "run" / "step-2")))
-    first = alike(world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN))
+    first = alike(world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN_PATH))
     assert "ValueError: ranks see different checkpoints: rank 0 on " in first
     for host in (0, 1):
         folder = tmp_path / f"host-{host}" / "run" / "step-2"
@@ -316,11 +314,11 @@ def test_halves_of_two_saves_are_not_put_together(world2: World, tmp_path: Path)
     assert "copy one of these to all hosts. If another job was saving, load again. Nothing was" in first
     shutil.rmtree(tmp_path / "host-1" / "run")
     shutil.copytree(tmp_path / "host-0" / "run", tmp_path / "host-1" / "run")
-    run = Run(path=OWN)
+    run = Run(path=OWN_PATH)
     assert_all_same(world2.run(on_own_disk, str(tmp_path), second_half, run), uninterrupted(run), 1e-10)
 
 
-@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
+@needs_own_disks
 def test_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: Path) -> None:
     world2.run(saved, str(tmp_path / "host-0" / "run" / "step-2"), False)
     shutil.copytree(tmp_path / "host-0", tmp_path / "host-1")
@@ -329,7 +327,7 @@ def test_a_file_of_another_save_on_one_host_is_refused(world2: World, tmp_path: 
     flip(file, at)
     name = file.name
     shutil.copy(tmp_path / "other" / name, tmp_path / "host-1" / "run" / "step-2" / name)
-    first = alike(world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN))
+    first = alike(world2.run(on_own_disk, str(tmp_path), refused_on_each, OWN_PATH))
     assert "ValueError: rank 1: PATH is damaged. These parts are not what was written: " in first
     assert name in first
 

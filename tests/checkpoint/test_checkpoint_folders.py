@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpointing import inside, saved_step, value_at
+from checkpointing import OWN, inside, needs_own_disks, on_own_disk, saved_step, value_at
 from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
@@ -204,20 +203,13 @@ def test_a_checkpoint_that_a_crash_set_aside_is_found(tmp_path: Path, dead_token
 # --- disks of hosts -------------------------------------------------------------------------------
 
 
-def saved_on_own_disk(folder: str) -> str:
-    """The path is another place for each rank, as a disk of its host is."""
-    before, own = Path.cwd(), Path(folder) / f"host-{dist.get_rank()}"
-    own.mkdir()
-    os.chdir(own)
-    try:
-        return refusal(save_checkpoint, "/proc/self/cwd/a/b/step-1", fully_shard(nn.Linear(2, 2)))
-    finally:
-        os.chdir(before)
+def refused_to_save(path: Path) -> str:
+    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)))
 
 
-@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="there is no such path here")
+@needs_own_disks
 def test_a_failed_save_to_disks_of_hosts_leaves_nothing(world2: World, tmp_path: Path) -> None:
-    told = alike(world2.run(saved_on_own_disk, str(tmp_path)))
+    told = alike(world2.run(on_own_disk, str(tmp_path), refused_to_save, OWN / "a/b/step-1"))
     assert "__1_0.distcp is missing" in told
     assert "on a file system that all of them share" in told
     assert not any(each.is_file() for each in tmp_path.rglob("*"))

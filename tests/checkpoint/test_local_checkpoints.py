@@ -19,7 +19,7 @@ from comparing import assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import parameters_of, refusal
-from models import built, shard_tower, uneven_tower
+from models import Tower, built, shard_tower
 from reference import adamw
 from torch import nn
 
@@ -29,6 +29,15 @@ from shardwise.checkpoint import hosts
 Weights = dict[str, Any]
 
 
+def tower() -> nn.Module:
+    """One block: a save takes longer the more tensors there are, and here there are many saves."""
+    return built(Tower, width=7, hidden=13, depth=1)
+
+
+def sharded() -> nn.Module:
+    return shard_tower(tower())
+
+
 def folder_of(base: str, exchanged: bool = False) -> str:
     """The own folder of a rank's host: ranks 0 and 1 are on one host, 2 and 3 on the other."""
     return f"{base}/host-{(dist.get_rank() // 2) ^ exchanged}/run"
@@ -36,8 +45,7 @@ def folder_of(base: str, exchanged: bool = False) -> str:
 
 def job(base: str, last_step: int, exchanged: bool = False, **save: Any) -> tuple[int, Weights]:
     """A job that resumes, trains until `last_step`, and saves every step; `exchanged`: on the other hosts."""
-    model = built(uneven_tower)
-    shard_tower(model)
+    model = sharded()
     optimizer, folder = adamw(model), folder_of(base, exchanged)
     loaded = resume(f"{base}/shared", model, optimizer, local=folder)
     for step in range(loaded.step, last_step):
@@ -52,7 +60,7 @@ def job(base: str, last_step: int, exchanged: bool = False, **save: Any) -> tupl
 @cache
 def plain(num_steps: int) -> Weights:
     """The weights of one process that was never interrupted."""
-    model = built(uneven_tower)
+    model = tower()
     train_tower(model, adamw(model), range(num_steps))
     return parameters_of(model)
 
@@ -62,22 +70,15 @@ def assert_resumed(results: list[tuple[int, Weights]], first_step: int, last_ste
     assert_all_same([weights for _, weights in results], plain(last_step))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_job_resumes_after_a_host_has_lost_its_folder(world4: World, tmp_path: Path, lost: int) -> None:
-    world4.run(job, str(tmp_path), 3, asynchronous=True)
-    shutil.rmtree(tmp_path / f"host-{lost}")
-    assert_resumed(world4.run(job, str(tmp_path), 5), 3, 5)
-    shutil.rmtree(tmp_path / f"host-{1 - lost}")  # the host that was lost has copies again
-    assert_resumed(world4.run(job, str(tmp_path), 6), 5, 6)
-
-
-def test_ranks_may_come_back_on_other_hosts_and_in_other_numbers(
+def test_a_job_resumes_after_hosts_have_lost_their_folders_on_others_and_in_other_numbers(
     world4: World, world3: World, tmp_path: Path
 ) -> None:
-    world4.run(job, str(tmp_path), 2)
-    shutil.rmtree(tmp_path / "host-0")
-    assert_resumed(world4.run(job, str(tmp_path), 3, exchanged=True), 2, 3)
-    assert_resumed(world3.run(job, str(tmp_path), 4), 3, 4)
+    world4.run(job, str(tmp_path), 2, asynchronous=True)
+    shutil.rmtree(tmp_path / "host-1")
+    assert_resumed(world4.run(job, str(tmp_path), 3), 2, 3)
+    shutil.rmtree(tmp_path / "host-0")  # the host that was lost has copies again
+    assert_resumed(world4.run(job, str(tmp_path), 4, exchanged=True), 3, 4)
+    assert_resumed(world3.run(job, str(tmp_path), 5), 4, 5)
 
 
 def data_files(folder: Path) -> set[str]:
@@ -94,8 +95,7 @@ def test_a_host_has_its_own_files_and_those_of_the_host_before_it(world4: World,
 
 
 def save_on_three_hosts(base: str) -> None:
-    model = built(uneven_tower)
-    shard_tower(model)
+    model = sharded()
     save_checkpoint(f"{base}/{max(0, dist.get_rank() - 1)}/step-1", model, keep=1, local=True)
 
 
@@ -103,34 +103,33 @@ def save_on_three_hosts(base: str) -> None:
 
 
 def test_what_no_host_has_completely_is_passed_by(world4: World, tmp_path: Path) -> None:
-    """A part of step-3 is lost, then all steps of both hosts: the shared folder has step 1."""
-    world4.run(job, str(tmp_path), 3)
-    (tmp_path / "host-0/run/step-3/__1_0.distcp").unlink()
-    (tmp_path / "host-1/run/step-3/__1_0.distcp").write_bytes(b"cut off")
-    assert_resumed(world4.run(job, str(tmp_path), 4), 2, 4)
+    """A part of step-2 is lost, then all steps of both hosts: the shared folder has step 1."""
+    world4.run(job, str(tmp_path), 2)
+    (tmp_path / "host-0/run/step-2/__1_0.distcp").unlink()
+    (tmp_path / "host-1/run/step-2/__1_0.distcp").write_bytes(b"cut off")
+    assert_resumed(world4.run(job, str(tmp_path), 2), 1, 2)
     world4.run(save_shared, str(tmp_path))
-    assert world4.run(job, str(tmp_path), 5)[0][0] == 4  # newer than that of the shared folder
+    assert world4.run(job, str(tmp_path), 3)[0][0] == 2  # newer than that of the shared folder
     shutil.rmtree(tmp_path / "host-0")
     shutil.rmtree(tmp_path / "host-1")
     assert world4.run(job, str(tmp_path), 2)[0][0] == 1
 
 
 def save_shared(base: str) -> None:
-    model = built(uneven_tower)
-    shard_tower(model)
+    model = sharded()
     save_checkpoint(f"{base}/shared/step-1", model, adamw(model), shared={"step": 1})
 
 
 def test_two_saves_of_one_step_are_not_mixed(world4: World, tmp_path: Path) -> None:
-    """Host 0 has step 3 of one job, and host 1 that of another, each without the other host's files."""
-    world4.run(job, str(tmp_path / "one"), 3)
-    world4.run(job, str(tmp_path / "other"), 3)
+    """Host 0 has step 2 of one job, and host 1 that of another, each without the other host's files."""
+    world4.run(job, str(tmp_path / "one"), 2)
+    world4.run(job, str(tmp_path / "other"), 2)
     (tmp_path / "run").mkdir()
     for host, source, others in (("host-0", "one", (2, 3)), ("host-1", "other", (0, 1))):
         shutil.copytree(tmp_path / source / host, tmp_path / "both" / host)
         for rank in others:
-            (tmp_path / "both" / host / f"run/step-3/__{rank}_0.distcp").unlink()
-    assert_resumed(world4.run(job, str(tmp_path / "both"), 4), 2, 4)
+            (tmp_path / "both" / host / f"run/step-2/__{rank}_0.distcp").unlink()
+    assert_resumed(world4.run(job, str(tmp_path / "both"), 2), 1, 2)
 
 
 def test_what_a_crash_has_left_aside_is_found(world4: World, tmp_path: Path) -> None:
@@ -166,8 +165,7 @@ def test_what_a_save_that_died_has_left_is_removed_before_the_next(world4: World
 
 
 def loads(base: str, name: str) -> str:
-    model = built(uneven_tower)
-    shard_tower(model)
+    model = sharded()
     return refusal(load_checkpoint, f"{folder_of(base)}/{name}", model, local=True).replace(base, "BASE")
 
 
@@ -200,8 +198,7 @@ def test_a_local_checkpoint_needs_keep(tmp_path: Path) -> None:
 
 def saves_where_a_host_cannot_write(base: str, failing: str, again: bool = True) -> tuple[str, bool]:
     """The error of a rank, and whether what failed is there; ``again``: save once more, which works."""
-    model = built(uneven_tower)
-    shard_tower(model)
+    model = sharded()
     path = f"{folder_of(base)}/step-"
     real = hosts.sync
 
@@ -290,7 +287,7 @@ def launch(base: Path, last_step: int, moment: int | None) -> dict[int, tuple[in
     return found
 
 
-LAST_STEP = 4
+LAST_STEP = 3
 
 
 @pytest.fixture(scope="module")
@@ -316,11 +313,8 @@ def assert_survives(tmp_path: Path, moment: int, uninterrupted: tuple[int, Weigh
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("part", [0.45, 0.8])
-def test_a_host_that_dies_costs_at_most_a_step(
-    tmp_path: Path, part: float, uninterrupted: tuple[int, Weights]
-) -> None:
-    assert_survives(tmp_path, int(part * uninterrupted[0]), uninterrupted)
+def test_a_host_that_dies_costs_at_most_a_step(tmp_path: Path, uninterrupted: tuple[int, Weights]) -> None:
+    assert_survives(tmp_path, int(0.6 * uninterrupted[0]), uninterrupted)
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@
 on, in the same world or another, and `uninterrupted` is plain PyTorch in one process without any checkpoint.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dynamo import quiet_dynamo
@@ -206,3 +208,22 @@ def value_at(path: Path | None) -> float:
 
 def inside(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir())
+
+
+# --- hosts --------------------------------------------------------------------------------------------
+
+OWN = Path("/proc/self/cwd")  # for each rank another place inside `on_own_disk`, as a disk of its host is
+
+
+def on_own_disk(folder: str, act: Callable[..., Any], *args: Any) -> Any:
+    before = Path.cwd()
+    own = Path(folder) / f"host-{dist.get_rank()}"
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    try:
+        return act(*args)
+    finally:
+        os.chdir(before)
+
+
+needs_own_disks = pytest.mark.skipif(not OWN.exists(), reason="there is no such path here")
