@@ -9,7 +9,6 @@ import importlib
 import inspect
 import re
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,6 @@ from strategies import shard_as
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import wrap as peers_wrap
@@ -47,15 +42,10 @@ from shardwise import (
     unsharded,
 )
 from shardwise.observe import memory_snapshot
-from shardwise.strategies import WrapBySize
 
 TESTS = Path(__file__).parents[1]
 PAGES = [TESTS.parent / "docs" / "migrate" / f"{name}.md" for name in ("fsdp1", "fairscale", "ddp")]
 HEADING = "## Every name"
-
-
-def groups_of(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 # --- the arguments of FSDP1 -----------------------------------------------------------------------
@@ -128,59 +118,8 @@ def test_offloaded_gradients_add_up_without_no_sync(side: Side) -> None:
     side.note_parameters(model)
 
 
-def of_the_documents(
-    module: nn.Module, recurse: bool, unwrapped_params: int, min_num_params: int = 200
-) -> bool:
-    """As the documents of 1.11 have it."""
-    return unwrapped_params >= min_num_params
-
-
-def of_later_documents(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, min_num_params: int = 200
-) -> bool:
-    """As those of 2.1 have it."""
-    return nonwrapped_numel >= min_num_params
-
-
-def always(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """As `always_wrap_policy`, with names for what it is asked."""
-    return True
-
-
 def is_a_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
-
-
-BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
-UPS_AND_DOWNS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")]
-LEAVES = ["inlet", "outlet", *UPS_AND_DOWNS, *[f"blocks.{i}.norm" for i in range(3)]]
-WRAPS: list[tuple[Any, list[str]]] = [
-    (None, BLOCKS),
-    ({Block}, BLOCKS),
-    (peers_wrap.ModuleWrapPolicy({Block}), BLOCKS),
-    (partial(peers_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}), BLOCKS),
-    (partial(peers_wrap.lambda_auto_wrap_policy, lambda_fn=is_a_block), BLOCKS),
-    (is_a_block, BLOCKS),
-    (partial(peers_wrap.size_based_auto_wrap_policy, min_num_params=200), BLOCKS),
-    (WrapBySize(200), BLOCKS),
-    (of_the_documents, BLOCKS),
-    (of_later_documents, BLOCKS),
-    (partial(of_later_documents, min_num_params=100), ["", *UPS_AND_DOWNS]),
-    (always, ["", *BLOCKS[1:], *LEAVES]),
-    (peers_wrap.always_wrap_policy, ["", *BLOCKS[1:], *LEAVES]),
-]
-
-
-def groups_chosen(wrap: Any) -> list[str]:
-    return groups_of(shard_model(built(even_tower), wrap=wrap))
-
-
-@pytest.mark.parametrize(
-    ("wrap", "expected"), WRAPS, ids=lambda value: re.sub(" at 0x.*", "", str(value))[:40]
-)
-def test_policies_of_fsdp1_choose_what_they_chose_there(world1: World, wrap: Any, expected: Any) -> None:
-    """Beside a running FSDP1: test_wrap.py."""
-    assert [sorted(found) for found in world1.run(groups_chosen, wrap)] == [sorted(expected)]
 
 
 def refusal_of_a_custom_policy() -> str:
@@ -202,53 +141,6 @@ def test_settings_of_single_modules_are_overrides(world1: World) -> None:
     (text,) = world1.run(refusal_of_a_custom_policy)
     assert_says(text, "CustomPolicy", "overrides")
     assert world1.run(groups_with_settings) == [[True, False, True]]
-
-
-@same_as_plain(2)
-def test_parameters_keep_names_shapes_and_options_of_their_own(side: Side) -> None:
-    model = built(even_tower)
-    if side.is_sharded:
-        shard_model(model)
-    decayed = [param for param in model.parameters() if param.dim() > 1]
-    others = [param for param in model.parameters() if param.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 1e-1}]
-    )
-    side.note("shapes", {name: list(param.shape) for name, param in model.named_parameters()})
-    side.steps(model, optimizer, range(2))
-
-
-# --- state dicts ----------------------------------------------------------------------------------
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize("direction", ["plain to sharded", "sharded to plain"])
-def test_states_need_no_new_keys_to_change_sides(side: Side, direction: str) -> None:
-    """The state of an optimizer goes from a plain model to a sharded one, or back, by its names."""
-    is_first_plain = direction == "plain to sharded"
-    first = built(uneven_tower)
-    if side.is_sharded and not is_first_plain:
-        shard_model(first)
-    optimizer = adamw(first)
-    for step in range(2):
-        # The same on every rank: the plain model is one that every rank has by itself.
-        optimizer.zero_grad()
-        mean_of_squares(first, random_batch(step, 4, 7)).backward()
-        optimizer.step()
-    options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(first, options=options)
-    of_optimizer = get_optimizer_state_dict(first, optimizer, options=options)
-    second = built(uneven_tower, seed=77)
-    if side.is_sharded and is_first_plain:
-        shard_model(second)
-    optimizer = adamw(second)
-    set_model_state_dict(second, state, options=options)
-    set_optimizer_state_dict(second, optimizer, of_optimizer, options=options)
-    for step in range(2, 4):
-        optimizer.zero_grad()
-        mean_of_squares(second, random_batch(step, 4, 7)).backward()
-        optimizer.step()
-    side.note_parameters(second)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -274,7 +166,7 @@ SHOWN_BY: dict[str, str] = {
         ),
         "auto_wrap_policy fsdp_auto_wrap_policy ModuleWrapPolicy transformer_auto_wrap_policy "
         "size_based_auto_wrap_policy default_auto_wrap_policy lambda_auto_wrap_policy always_wrap_policy "
-        "min_num_params fsdp_modules check_is_root": "test_policies_of_fsdp1_choose_what_they_chose_there",
+        "min_num_params fsdp_modules check_is_root": "test_wrap.test_the_recursion_chooses_what_fsdp1_wraps",
         "CustomPolicy": "test_settings_of_single_modules_are_overrides",
         "enable_wrap wrap": "test_strategies.test_a_module_sharded_before_stays_as_it_is",
         "backward_prefetch BackwardPrefetch BACKWARD_PRE": (
@@ -304,7 +196,7 @@ SHOWN_BY: dict[str, str] = {
         "broadcast_buffers forward_sync_buffers": (
             "test_sync_module_states.test_buffers_that_drifted_apart_are_made_equal"
         ),
-        "use_orig_params": "test_parameters_keep_names_shapes_and_options_of_their_own",
+        "use_orig_params": "test_full_optimizer_state.test_a_plain_run_goes_on_sharded",
         "apply": ("test_unsharded.test_training_after_an_edit_is_as_after_the_same_edit_in_plain_pytorch"),
         "clip_grad_norm_": "test_clipping.test_gradients_are_clipped_as_plain_ones",
         "named_parameters named_buffers": (

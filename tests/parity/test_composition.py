@@ -39,7 +39,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from towers import attribute
 
-import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 # --- optimizers made before sharding --------------------------------------------------------------
@@ -315,25 +314,19 @@ def uses_extra_on_none(model: nn.Module, rank: int, step: int) -> None:
         each.uses_extra = False
 
 
-def parameter_unused_on_some(configure: Configure, how: dict[str, Any], is_sharded: bool, world: int) -> Any:
+def parameter_unused_on_some(configure: Configure, is_sharded: bool, world: int) -> Any:
     model = built(Chain, PartlyUsed, PartlyUsed)
     if is_sharded:
         shard_tower(model)
         model.set_reduce_scatter_unused_params(True)
-    return played(model, configure, 2, is_sharded, world, **how)
+    return played(model, configure, 2, is_sharded, world, microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("world", "configure", "how"),
-    [
-        (1, uses_extra_on_some, {}),
-        (2, uses_extra_on_some, {"microbatches": 2}),
-        (3, uses_extra_on_none, {"microbatches": 2}),
-    ],
-    indirect=["world"],
+    ("world", "configure"), [(2, uses_extra_on_some), (3, uses_extra_on_none)], indirect=["world"]
 )
-def test_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Configure, how: Any) -> None:
-    assert_played_alike(world, parameter_unused_on_some, configure, how)
+def test_a_parameter_may_be_unused_on_some_ranks(world: World, configure: Configure) -> None:
+    assert_played_alike(world, parameter_unused_on_some, configure)
 
 
 @on_ranks(2)
@@ -384,12 +377,10 @@ def block_used_on_some(
 @pytest.mark.parametrize(
     ("world", "make", "configure", "reshard", "how"),
     [
-        pytest.param(1, Branching, one_block_for_each, None, {}, id="alone"),
-        pytest.param(2, Branching, one_block_for_each, False, {}, id="one each"),
         pytest.param(3, Branching, one_block_for_the_first_rank, True, {}, id="first rank"),
         pytest.param(3, Branching, no_block_at_first, None, {}, id="none at first"),
         pytest.param(2, CheckpointedBranching, one_block_for_each, None, {}, id="checkpointed"),
-        pytest.param(2, Branching, one_block_for_each, None, {"microbatches": 2}, id="accumulated"),
+        pytest.param(2, Branching, one_block_for_each, False, {"microbatches": 2}, id="accumulated"),
         pytest.param(2, Branching, one_block_for_each, None, {"evaluates": True}, id="evaluated"),
     ],
     indirect=["world"],
@@ -694,21 +685,3 @@ def test_a_call_past_forward_says_which_parameter_and_what_to_call(used_before: 
     for each in (plain, model):
         mean_of_squares(each, random_batch(1, 4)).backward()
     assert_all_same([gradients_of(model)], gradients_of(plain))
-
-
-@same_as_plain(2)
-def test_after_unshard_or_registering_the_same_calls_work(side: Side) -> None:
-    """The remedies of the message."""
-    model = side.shard_tower(built(Generating))
-    if side.is_sharded:
-        model.blocks[0].unshard()
-        model.unshard()
-    with torch.no_grad():
-        side.note_rows("layer", model.blocks[0].up(side.inputs(0)))
-        side.note_rows("outlet", model.outlet(side.inputs(0)))
-    if side.is_sharded:
-        model.blocks[0].reshard()
-        model.reshard()
-        shardwise.register_fsdp_forward_method(model, "generate")
-    side.note_rows("generated", model.generate(side.inputs(1)).detach())
-    side.steps(model, adamw(model), range(2))

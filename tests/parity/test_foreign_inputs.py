@@ -452,15 +452,6 @@ def test_settings_are_copied_and_then_independent() -> None:
 # --- containers -----------------------------------------------------------------------------------
 
 
-def nested_sequential() -> nn.Module:
-    return nn.Sequential(nn.Sequential(block(), block()), nn.Sequential(block(), nn.Linear(8, 1)))
-
-
-def shared_sequential() -> nn.Module:
-    shared = block()
-    return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(8, 1))
-
-
 class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -475,18 +466,6 @@ class Routed(nn.Module):
             for each in layer:
                 x = each(x) * self.scales[0]
         return self.outlet(x)
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize("make", [nested_sequential, shared_sequential])
-def test_sequentials_stay_sequentials(side: Side, make: Any) -> None:
-    model = built(make)
-    side.shard(*dict.fromkeys(each for each in model if any(True for _ in each.parameters())), model)
-    side.note("length", len(model))
-    side.step(model, adamw(model), 0)
-    side.note_rows("a slice", model[1:](model[:1](side.inputs(1))).detach())
-    side.note("kinds", [isinstance(model, nn.Sequential), isinstance(model[1:], nn.Sequential)])
-    side.note("keys", list(model.state_dict()))
 
 
 @same_as_plain(2)

@@ -5,20 +5,20 @@ combine them with; with each alone: test_parity.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from comparing import assert_all_same, assert_as_plain
+from comparing import assert_all_same
 from failure_models import Chain
 from harness import World
 from meshed import Layout, gradients_of, layout_inputs, parameters_of, part, tensors_of, whole
 from models import WIDTH, Block, built, random_batch, shard_tower
 from on_ranks import on_ranks
-from reference import LocalAdamW, Recipe, adamw, full, mean_of_squares, shard
+from reference import Recipe, adamw, full, mean_of_squares, shard
+from scenario import Side, same_as_plain
 from test_parity import CONVOLUTIONS, EVEN, LINES, SQUARE, UNEVEN, largest, last, second
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise import CPUOffloadPolicy
 
 LINE = LINES[4]
 
@@ -108,20 +109,8 @@ class MixtureBlock(nn.Module):
 
 
 class Mixture(Chain):
-    def __init__(self, hidden: int = 16) -> None:
-        super().__init__(*[lambda: MixtureBlock(hidden)] * 2)
-
-
-@dataclass(frozen=True)
-class Experts:
-    hidden: int = 16
-    frozen: str = ""  # names that contain it
-    result: str = "ours"  # how the mesh is named: a DeviceMesh, or what torch's own function returns
-    hybrid: bool = False  # the dense parameters are hybrid
-    column: bool = False  # experts on dimension 1
-    checkpointed: bool = False
-    microbatches: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__(*[lambda: MixtureBlock(13)] * 2)
 
 
 EXPERT_MESH = Layout((2, 2), ("ep", "fsdp"), ("ep", "fsdp"))
@@ -137,95 +126,69 @@ class TorchsResult:
         self.shard_mesh_dim = 0
 
 
-def where_experts_go(param: nn.Parameter, ids: set[int], experts: Experts) -> Any:
+def where_experts_go(param: nn.Parameter, ids: set[int], by_torch: bool) -> Any:
     if id(param) not in ids:
         return None
-    placement = Shard(1) if experts.column and param.ndim > 1 else Shard(0)
-    mesh = EXPERT_MESH.mesh()["fsdp"]
-    if experts.result == "ours":
-        return shardwise.policies.ShardPlacementResult(placement, mesh)
-    return TorchsResult(placement, mesh)
+    placement = Shard(1) if by_torch and param.ndim > 1 else Shard(0)
+    result = TorchsResult if by_torch else shardwise.policies.ShardPlacementResult
+    return result(placement, EXPERT_MESH.mesh()["fsdp"])
 
 
-def mixture(experts: Experts, only: int | None) -> Mixture:
+def mixture(only: int | None) -> Mixture:
     """Both halves have the weights that the whole model has."""
-    model = built(Mixture, experts.hidden)
+    model = built(Mixture)
     if only is not None:
         for block in model.blocks:
             del block.experts[1 - only]
-    names = whole_names(model, only or 0)
-    for name, param in names.items():
-        if experts.frozen and experts.frozen in name:
-            param.requires_grad_(False)
     return model
 
 
-def whole_names(model: nn.Module, only: int) -> dict[str, nn.Parameter]:
-    params = dict(model.named_parameters())
-    if any("experts.1." in name for name in params):
-        return params
-    return {name.replace("experts.0.", f"experts.{only}."): param for name, param in params.items()}
-
-
-def plain_experts(experts: Experts) -> dict[str, Any]:
+def plain_experts() -> dict[str, Any]:
     """Gradients of experts are averaged over the ranks of their own mesh, half of all: twice as large."""
-    model = mixture(experts, None)
+    model = mixture(None)
     for name, param in model.named_parameters():
-        if ".experts." in name and param.requires_grad:
+        if ".experts." in name:
             param.register_hook(lambda gradient: gradient * 2)
-    return steps_of_experts(experts, model, dict(model.named_parameters()), 0, 1)
+    return steps_of_experts(model, 0, 1)
 
 
-def steps_of_experts(
-    experts: Experts, model: nn.Module, names: dict[str, nn.Parameter], index: int, count: int
-) -> dict[str, Any]:
+def steps_of_experts(model: nn.Module, index: int, count: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     notes: dict[str, Any] = {}
     for step in range(2):
         optimizer.zero_grad()
-        for microbatch in range(experts.microbatches):
+        for microbatch in range(2):
             if isinstance(model, shardwise.FSDPModule):
-                model.set_requires_gradient_sync(microbatch == experts.microbatches - 1)
-            inputs = part(random_batch(10 * step + microbatch, 12), index, count)
-            if experts.checkpointed:
-                outputs = checkpoint(model, inputs, use_reentrant=False)
-            else:
-                outputs = model(inputs)
-            (outputs - inputs.sum(-1, keepdim=True)).pow(2).mean().backward()
-        notes |= {f"step {step}: gradient of {name}": full(param.grad) for name, param in names.items()}
+                model.set_requires_gradient_sync(microbatch == 1)
+            mean_of_squares(model, part(random_batch(10 * step + microbatch, 12), index, count)).backward()
+        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
         optimizer.step()
-    return {**notes, **{name: full(param) for name, param in names.items()}}
+    return {**notes, **parameters_of(model)}
 
 
-MIXTURES = {
-    "named by torch's class, uneven, checkpointed": Experts(result="torchs", hidden=13, checkpointed=True),
-    "beside hybrids, on columns, in microbatches": Experts(hybrid=True, column=True, microbatches=2),
-    "kept, partly frozen": Experts(options={"reshard_after_forward": False}, frozen="experts.0.up"),
-}
-
-
-@pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(
+    ("dense", "by_torch", "reshard"),
+    [(LINE, True, None), (SQUARE, False, None), (LINE, False, False)],
+    ids=str,
+)
 @on_ranks(4)
-def test_experts_lie_on_another_mesh_than_the_rest(experts: Experts) -> None:
+def test_experts_lie_on_another_mesh_than_the_rest(
+    dense: Layout, by_torch: bool, reshard: bool | None
+) -> None:
     """One expert per half of the ranks, sharded within the half; the rest over all ranks."""
-    plain = plain_experts(experts)
+    plain = plain_experts()
     only, _ = EXPERT_MESH.mesh().get_coordinate() or (0, 0)
-    model = mixture(experts, only)
+    model = mixture(only)
     ids = {id(p) for name, p in model.named_parameters() if ".experts." in name}
-    dense = EXPERT_MESH.mesh() if experts.hybrid else LINE.mesh()
-    options: dict[str, Any] = {
-        "mesh": dense,
-        "shard_placement_fn": partial(where_experts_go, ids=ids, experts=experts),
-        **experts.options,
-    }
-    shard_tower(model, **options)
+    place = partial(where_experts_go, ids=ids, by_torch=by_torch)
+    shard_tower(model, mesh=dense.mesh(), shard_placement_fn=place, reshard_after_forward=reshard)
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
-        expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense
+        expected = EXPERT_MESH.mesh()["fsdp"] if ".experts." in name else dense.mesh()
         assert param.device_mesh == expected, name
-    found = steps_of_experts(experts, model, whole_names(model, only), *EXPERT_MESH.seat())
-    mine = f"experts.{dist.get_rank() // 2}."
-    want = {name: v for name, v in plain.items() if ".experts." not in name or mine in name}
+    found = steps_of_experts(model, *EXPERT_MESH.seat())
+    mine, other = f"experts.{only}.", f"experts.{1 - only}."
+    want = {name.replace(mine, "experts.0."): v for name, v in plain.items() if other not in name}
     assert_all_same([found], want)
 
 
@@ -267,8 +230,8 @@ def test_between_forward_and_backward_the_shards_are_shown_and_right(
 
 
 class Checkpointed(Chain):
-    def __init__(self, reentrant: bool | None, hidden: int) -> None:
-        super().__init__(*[lambda: Block(WIDTH, hidden)] * 2)
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__(*[lambda: Block(WIDTH, 13)] * 2)
         self.reentrant = reentrant
 
     def between(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -276,83 +239,62 @@ class Checkpointed(Chain):
 
 
 @dataclass(frozen=True)
-class Feature:
-    """One choice of where shards lie."""
-
-    layout: Layout = LINES[2]
-    place: PlacementFn | None = None
-    reshard: int | bool | None = None
-    offloads: bool = False
-    pins: bool = False
-
-    def options(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"mesh": self.layout.mesh(), "reshard_after_forward": self.reshard}
-        if self.place is not None:
-            found["shard_placement_fn"] = self.place
-        if self.offloads:
-            found["offload_policy"] = shardwise.CPUOffloadPolicy(pin_memory=self.pins)
-        return found
-
-
-@dataclass(frozen=True)
 class Habit:
-    hidden: int = 13
     reentrant: bool | None = None  # None: no checkpointing
     microbatches: int = 1
     clip: bool = False
     frozen: tuple[str, ...] = ()
 
 
-def habitual(feature: Feature | None, habit: Habit) -> dict[str, Any]:
-    model = built(Checkpointed, habit.reentrant, habit.hidden)
-    for name, param in model.named_parameters():
-        param.requires_grad_(not (habit.frozen and name.startswith(habit.frozen)))
-    layout = None if feature is None else feature.layout
-    if feature is not None:
-        shard_tower(model, **feature.options())
-    optimizer = LocalAdamW(model.parameters(), lr=1e-2, foreach=True)
-    notes: dict[str, Any] = {}
-    for step in range(2):
-        optimizer.zero_grad()
-        for microbatch in range(habit.microbatches):
-            if feature is not None:
-                model.set_requires_gradient_sync(microbatch == habit.microbatches - 1)
-            inputs = layout_inputs(layout, 10 * step + microbatch)
-            mean_of_squares(model, inputs).backward()
-        if habit.clip:
-            notes[f"norm {step}"] = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
-        optimizer.step()
-    return {**notes, **parameters_of(model)}
-
-
 CHECKPOINTS, CHECKPOINTS_REENTRANTLY = Habit(reentrant=False), Habit(reentrant=True)
 ACCUMULATES_AND_CLIPS = Habit(microbatches=3, clip=True)
 FREEZES = Habit(frozen=("blocks.1", "blocks.0.up", "inlet.bias"))
 DOES_ALL = Habit(reentrant=False, microbatches=2, clip=True, frozen=("blocks.0.norm",))
+COLUMNS, SMALLER = {"shard_placement_fn": last}, {"reshard_after_forward": 2}
+HOST, PINNED = ({"offload_policy": CPUOffloadPolicy(pin_memory=pins)} for pins in (False, True))
 
-PAIRS: dict[str, tuple[Feature, Habit]] = {
-    "hybrid columns, accumulation and clipping": (Feature(SQUARE, place=last), ACCUMULATES_AND_CLIPS),
-    "pinned offload, frozen": (Feature(offloads=True, pins=True), FREEZES),  # nothing to pin for on a host
-    "offload of kept columns, everything": (Feature(place=last, offloads=True, reshard=False), DOES_ALL),
-    "hybrid, reentrant checkpointing": (Feature(SQUARE), CHECKPOINTS_REENTRANTLY),
-    "hybrid offload of columns, checkpointing": (
-        Feature(SQUARE, place=largest, offloads=True, reshard=True),
-        CHECKPOINTS,
+PAIRS: dict[str, tuple[Layout, dict[str, Any], Habit]] = {
+    "hybrid columns, accumulation and clipping": (SQUARE, COLUMNS, ACCUMULATES_AND_CLIPS),
+    "pinned offload, frozen": (LINES[2], PINNED, FREEZES),  # nothing to pin for on a host
+    "kept columns on the host, everything": (
+        LINES[2],
+        {**COLUMNS, **HOST, "reshard_after_forward": False},
+        DOES_ALL,
     ),
-    "smaller world, frozen": (Feature(LINE, reshard=2), FREEZES),
+    "hybrid, reentrant checkpointing": (SQUARE, {}, CHECKPOINTS_REENTRANTLY),
+    "hybrid columns on the host, checkpointing": (SQUARE, {**COLUMNS, **HOST}, CHECKPOINTS),
+    "smaller world, frozen": (LINE, SMALLER, FREEZES),
     "smaller world of columns, reentrant checkpointing": (
-        Feature(LINE, reshard=2, place=last),
+        LINE,
+        {**SMALLER, **COLUMNS},
         CHECKPOINTS_REENTRANTLY,
     ),
-    "smaller world, offload, everything": (Feature(LINE, reshard=2, offloads=True), DOES_ALL),
+    "smaller world, host, everything": (LINE, {**SMALLER, **HOST}, DOES_ALL),
 }
 
 
+@same_as_plain()
 @pytest.mark.parametrize(
-    ("world", "feature", "habit"),
-    [pytest.param(feature.layout.size, feature, habit, id=name) for name, (feature, habit) in PAIRS.items()],
+    ("world", "layout", "options", "habit"),
+    [pytest.param(case[0].size, *case, id=name) for name, case in PAIRS.items()],
     indirect=["world"],
 )
-def test_placements_go_with_habits(world: World, feature: Feature, habit: Habit) -> None:
-    assert_as_plain(world, habitual, feature, habit)
+def test_placements_go_with_habits(side: Side, layout: Layout, options: dict[str, Any], habit: Habit) -> None:
+    model = built(Checkpointed, habit.reentrant)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (habit.frozen and name.startswith(habit.frozen)))
+    if side.is_sharded:
+        shard_tower(model, mesh=layout.mesh(), **options)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(habit.microbatches):
+            side.sync(model, microbatch == habit.microbatches - 1)
+            mean_of_squares(model, side.inputs(10 * step + microbatch)).backward()
+        if habit.clip:
+            side.note("norm", whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        for name, gradient in gradients_of(model).items():
+            side.note(name, gradient)
+        optimizer.step()
+    for name, value in parameters_of(model).items():
+        side.note(name, value)
