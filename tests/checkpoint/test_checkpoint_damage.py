@@ -1,11 +1,9 @@
 """Checkpoints whose bytes have changed, or that differ from host to host: refused by file and key, model untouched."""
 
 import os
-import pickle
 import random
 import shutil
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +22,7 @@ from checkpointing import (
     first_half,
     needs_own_disks,
     on_own_disk,
+    rewritten,
     second_half,
     uninterrupted,
 )
@@ -191,14 +190,6 @@ def loads_unverified(path: str) -> bool:
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     return not torch.equal(damaged, everything(model, optimizer)["outlet.weight"])
-
-
-def rewritten(path: Path, edit: Callable[[Metadata], None]) -> None:
-    """Another index, as one writes it who does not know of digests."""
-    index = pickle.loads((path / ".metadata").read_bytes())
-    edit(index)
-    (path / ".metadata").write_bytes(pickle.dumps(index))
-    (path / ".digests").unlink(missing_ok=True)
 
 
 def without_a_chunk(index: Metadata) -> None:

@@ -113,12 +113,8 @@ def after_steps_of_its_own(run: Run) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "kind", [Kind("Adam"), Kind("SGD", {"momentum": 0.9, "dampening": 0.3}), Kind("Adagrad")], ids=str
-)
-def test_an_optimizer_that_never_stepped_is_saved_as_such(world2: World, tmp_path: Path, kind: Kind) -> None:
-    run = kind.run(tmp_path)
+def test_an_optimizer_that_never_stepped_is_saved_as_such(world2: World, tmp_path: Path) -> None:
+    run = Kind("SGD", {"momentum": 0.9, "dampening": 0.3}).run(tmp_path)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
     want = everything(model, optimizer)

@@ -10,7 +10,6 @@ import random
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import KeepsExtra
+from checkpointing import KeepsExtra, rewritten
 from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
@@ -60,11 +59,6 @@ def saved(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that there is no process group
         dcp.save({"model": nn.Linear(4, 4).state_dict(), "step": 3}, checkpoint_id=path, no_dist=True)
-
-
-def rewritten(path: Path, edit: Callable[[Metadata], Any]) -> None:
-    index = pickle.loads((path / ".metadata").read_bytes())
-    (path / ".metadata").write_bytes(pickle.dumps(edit(index) or index))
 
 
 def refused(path: Path, **options: Any) -> str:

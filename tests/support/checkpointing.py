@@ -5,6 +5,7 @@ on, in the same world or another, and `uninterrupted` is plain PyTorch in one pr
 """
 
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshed import Layout, part
 from models import random_batch
 from reference import full, mean_of_squares
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise import fully_shard, load_checkpoint, save_checkpoint
 from shardwise.checkpoint import Loaded
@@ -204,6 +206,13 @@ def value_at(path: Path | None) -> float:
     value: float = load_checkpoint(path, model).shared["value"]
     assert model.weight.unique().tolist() == [value]
     return value
+
+
+def rewritten(path: Path, edit: Callable[[Metadata], Any]) -> None:
+    """Another index, as one writes it who does not know of digests: changed, or what `edit` returns."""
+    index = pickle.loads((path / ".metadata").read_bytes())
+    (path / ".metadata").write_bytes(pickle.dumps(edit(index) or index))
+    (path / ".digests").unlink(missing_ok=True)
 
 
 def inside(directory: Path) -> list[str]:
