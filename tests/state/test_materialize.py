@@ -7,6 +7,7 @@ The reference is plain PyTorch in one process: `to_empty`, then the same inits i
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from models import CausalBlock, LanguageModel, random_batch, shard_tower
 from on_ranks import on_ranks
 from reference import full
 from refusals import wrapped
-from strategies import FOUR, Plan, live_bytes
+from strategies import Plan, live_bytes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -195,8 +196,8 @@ def drawn(model: nn.Module, case: Case) -> dict[str, Tensor]:
     return {**tensors_of(model), "next": torch.rand(3)}
 
 
-def materialized(case: Case, **options: Any) -> dict[str, Tensor]:
-    return drawn(shard_tower(on_meta(case.make), **options), case)
+def materialized(case: Case) -> dict[str, Tensor]:
+    return drawn(shard_tower(on_meta(case.make)), case)
 
 
 def assert_bits(ranks: list[dict[str, Tensor]], want: dict[str, Tensor]) -> None:
@@ -219,24 +220,22 @@ def test_each_module_may_compute_a_shared_buffer_anew() -> None:
     assert_bits([materialized(case)], plain(case))
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("plan", FOUR, ids=str)
-@on_ranks(4)
-def test_the_strategy_does_not_matter(plan: Plan) -> None:
-    assert_bits([drawn(plan.shard(on_meta(TEXT.make)), TEXT)], plain(TEXT))
+SPREAD: dict[str, Callable[[nn.Module], Any]] = {
+    "hybrid": Plan("hybrid", 4, 2).shard,
+    "ddp": Plan("ddp", 4).shard,
+    "columns on the host": partial(
+        shard_tower,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.dim() else None,
+    ),
+    "mixed precision": partial(shard_tower, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["offloaded", "columns", "mixed precision", "hybrid"])
+@pytest.mark.parametrize("name", SPREAD)
 @on_ranks(4)
-def test_neither_do_placements_and_policies(name: str) -> None:
-    options: dict[str, Any] = {
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        "columns": {"shard_placement_fn": lambda p: Shard(p.dim() - 1) if p.dim() else None},
-        "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        "hybrid": {"mesh": device_mesh((2, 2), ("replicate", "shard")) if name == "hybrid" else None},
-    }[name]
-    assert_bits([materialized(MIXED, **options)], plain(MIXED))
+def test_how_the_model_is_spread_does_not_matter(name: str) -> None:
+    assert_bits([drawn(SPREAD[name](on_meta(MIXED.make)), MIXED)], plain(MIXED))
 
 
 class Pair(nn.Module):
@@ -255,9 +254,9 @@ class PairTower(Model):
         self.outlet = nn.Linear(6, 3)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 4), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "is_sharded"), [((1, 2, 2), True), ((1, 1, 4), False), ((2, 1, 2), True)], ids=str
+)
 @on_ranks(4)
 def test_neither_does_tensor_parallelism(shape: tuple[int, int, int], is_sharded: bool) -> None:
     case = Case(PairTower)
@@ -371,25 +370,18 @@ def test_parameters_stay_the_same_objects_with_what_hangs_on_them() -> None:
         assert_equal(full(param), values[name] - 0.5 * full(param.grad), atol=1e-6)
 
 
-def drawn_after_other_seeds() -> tuple[dict[str, Tensor], Tensor]:
-    rank = dist.get_rank()
+@on_ranks(4)
+def test_all_ranks_draw_as_the_first_and_then_as_they_would_have() -> None:
+    want, rank = plain(TEXT), dist.get_rank()
     model = shard_tower(on_meta(LanguageModel))
-    torch.manual_seed(7 if rank < 2 else 100 + rank)
+    seed = 7 if rank < 2 else 100 + rank
+    torch.manual_seed(seed)
     materialize(model)
-    return tensors_of(model), torch.rand(3)
-
-
-def test_all_ranks_draw_as_the_first_and_then_as_they_would_have(world4: World) -> None:
-    want = plain(TEXT)
-    after = want.pop("next")
-    ranks = world4.run(drawn_after_other_seeds)
-    assert_bits([values for values, _ in ranks], want)
-    for rank, (_, drawn) in enumerate(ranks):
-        if rank < 2:
-            assert torch.equal(drawn, after)
-        else:
-            torch.manual_seed(100 + rank)
-            assert torch.equal(drawn, torch.rand(3))
+    after = torch.rand(3)
+    if rank >= 2:
+        torch.manual_seed(seed)
+        want["next"] = torch.rand(3)
+    assert_bits([{**tensors_of(model), "next": after}], want)
 
 
 @on_ranks(2)
@@ -496,7 +488,12 @@ def refused(make: Callable[[], nn.Module], init: Callable[[nn.Module], None] | N
     return text, left, displaced
 
 
-def test_what_got_no_values_is_named(world2: World) -> None:
+def half(module: nn.Module) -> None:
+    for tensor in own_tensors(module):
+        tensor.data[:1].fill_(1)
+
+
+def test_what_got_no_values_or_only_in_part_is_named(world2: World) -> None:
     text, left, displaced = alike(world2.run(refused, WithBare))
     assert (left, displaced) == (["blocks.0.1.gain", "blocks.0.1.steps"], 0)
     assert_expected_inline(
@@ -510,14 +507,6 @@ reset_parameters() that writes to all of its tensors, or pass an
 init_fn that does. They are still on the meta device; the others have
 values.""",
     )
-
-
-def half(module: nn.Module) -> None:
-    for tensor in own_tensors(module):
-        tensor.data[:1].fill_(1)
-
-
-def test_what_got_values_in_part_is_named(world2: World) -> None:
     text, left, _ = alike(world2.run(refused, WithBare, half))
     assert "blocks.0.0.weight" in text
     assert left == [
@@ -671,22 +660,19 @@ def test_it_can_be_called_again_after_an_error() -> None:
     assert tensors_of(model)["blocks.1.1.weight"].eq(1).all()
 
 
-def disagreement() -> str:
-    model = fully_shard(Wide() if dist.get_rank() == 1 else on_meta(Wide))
-    return refusal(materialize, model)
-
-
-def test_ranks_that_disagree_about_what_has_values_are_told(world2: World) -> None:
-    texts = world2.run(disagreement)
-    assert "ranks disagree" in texts[0]
-    assert_expected_inline(
-        wrapped(texts[1]),
-        """\
+@on_ranks(2)
+def test_ranks_that_disagree_about_what_has_values_are_told() -> None:
+    text = refusal(materialize, fully_shard(Wide() if dist.get_rank() == 1 else on_meta(Wide)))
+    assert "ranks disagree" in text
+    if dist.get_rank() == 1:
+        assert_expected_inline(
+            wrapped(text),
+            """\
 RuntimeError: materialize: ranks disagree about which tensors have no
 values: here none, on the first rank weight, bias. Build the model on
 the meta device on all ranks. If one rank has loaded values, send them
 to the others with load_full_state_dict.""",
-    )
+        )
 
 
 @on_ranks(1)
