@@ -1,4 +1,4 @@
-"""What other code hands in: its classes, wrappers, policies and meshes, and what it does with a model.
+"""What other code hands in: its classes, wrappers and policies, and what it does with a model.
 
 Numbers in low precision come from the same casts written by
 hand; there every rank works on the whole batch, so that the mean over ranks is exact.
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from dynamo import quiet_dynamo
 from failure_models import Chain, Tied, block
@@ -23,7 +22,6 @@ from reference import adamw, full, mean_of_squares
 from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import shardwise
@@ -125,7 +123,7 @@ def test_blocks_of_any_make_are_sharded_and_trained(
         side.note_parameters(model)
 
 
-# --- policies and meshes --------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,17 +145,6 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def plane(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-MESHES: dict[str, Callable[[], Any]] = {
-    "line": lambda: init_device_mesh("cpu", (dist.get_world_size(),)),
-    "alone": lambda: plane(dist.get_world_size(), 1)["shard"],
-    "replicas of one": lambda: plane(dist.get_world_size(), 1),
-}
-
-
 def low_precision_by_hand(model: nn.Module, inputs: Tensor) -> Tensor:
     """Forward with copies of the weights in bfloat16, so that gradients arrive in float32."""
     low = {name: param.to(torch.bfloat16) for name, param in model.named_parameters()}
@@ -165,13 +152,10 @@ def low_precision_by_hand(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2, atol=0.0)
-@pytest.mark.parametrize(
-    ("policy", "mesh"), [("torch's", "line"), ("like one", "alone"), ("ours", "replicas of one")]
-)
-def test_policies_are_read_by_their_fields_on_meshes_of_any_size(side: Side, policy: str, mesh: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_are_read_by_their_fields(side: Side, policy: str) -> None:
     model = built(uneven_tower).float()
-    options = {"mesh": MESHES[mesh](), "mp_policy": POLICIES[policy]()} if side.is_sharded else {}
-    side.shard_tower(model, **options)
+    side.shard_tower(model, mp_policy=POLICIES[policy]())
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -181,11 +165,9 @@ def test_policies_are_read_by_their_fields_on_meshes_of_any_size(side: Side, pol
         loss = output.float().pow(2).mean()
         loss.backward()
         side.note("loss", loss.detach())
-        for name, param in model.named_parameters():
-            side.note(f"gradient of {name}", full(param.grad))  # whole: the mesh need not be a line
+        side.note_gradients(model)
         optimizer.step()
-    for name, param in model.named_parameters():
-        side.note(name, full(param))
+    side.note_parameters(model)
 
 
 # --- values that come later -----------------------------------------------------------------------
