@@ -15,7 +15,7 @@ from gpt import GPT, batch_of
 from harness import World
 from models import Tower, random_batch
 from reference import full
-from refusals import refusals
+from refusals import refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -316,8 +316,7 @@ AUTO: dict[str, Any] = {"strategy": "auto", "memory": "1GB", "sample": BATCH}
 
 
 def test_refusals(world2: World) -> None:
-    text = refusals(
-        world2,
+    acts = [
         refused(strategy="auto", sample=BATCH),
         refused(strategy="auto", memory="1GB"),
         refused(memory="1GB"),
@@ -327,63 +326,32 @@ def test_refusals(world2: World) -> None:
         OfRank(),
         for_own_precision,
         on_square,
-    )
+    ]
     assert_expected_inline(
-        text,
+        "\n".join(refusal(world2, act) for act in acts),
         """\
-ValueError: shard_model: strategy="auto" chooses what fits in memory,
-and memory is missing. Pass memory="80GB", the memory of a rank.
-
-ValueError: shard_model: strategy="auto" chooses what fits in memory,
-and sample is missing. Pass sample=batch, the input of forward on a
-rank.
-
-ValueError: shard_model: strategy is 'zero3', but only "auto" uses
-memory. Leave that out, or pass strategy="auto".
-
-ValueError: shard_model: strategy is 'zero2', but only "auto" uses
-memory and sample and optimizer. Leave that out, or pass
-strategy="auto".
-
-ValueError: shard_model: forward of the Tower failed on tensors like
-the sample, float64 (2, 5): RuntimeError: a and b must have same
-reduction dim, but got [2, 5] X [8, 8].
-
-ValueError: shard_model: overrides does not work with strategy="auto",
-which chooses for all groups, with shards on dim 0. Leave it out, or
-name a strategy.
-
-ValueError: shard_model: ranks disagree on what strategy="auto"
-assumes: rank 0 has 'optimizer adamw, a batch of float64 (2, 8) on
-each rank', rank 1 has 'optimizer adamw, a batch of float64 (3, 8) on
-each rank'. Pass the same on all ranks.
-
-ValueError: shard_model: ranks disagree on the choice of
-strategy="auto": rank 0 has 'ddp', rank 1 has 'zero2'. Pass the same
-on all ranks.
-
-ValueError: fully_shard: the mesh has 3 dimensions (dim 0=1, dim 1=2,
-dim 2=1). Pass one (shard) or two (replicate, shard) of them, as
-mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims which
-are data-parallel.""",
+ValueError: shard_model: strategy="auto" chooses what fits in memory, and memory is missing. Pass memory="80GB", the memory of a rank.
+ValueError: shard_model: strategy="auto" chooses what fits in memory, and sample is missing. Pass sample=batch, the input of forward on a rank.
+ValueError: shard_model: strategy is 'zero3', but only "auto" uses memory. Leave that out, or pass strategy="auto".
+ValueError: shard_model: strategy is 'zero2', but only "auto" uses memory and sample and optimizer. Leave that out, or pass strategy="auto".
+ValueError: shard_model: forward of the Tower failed on tensors like the sample, float64 (2, 5): RuntimeError: a and b must have same reduction dim, but got [2, 5] X [8, 8].
+ValueError: shard_model: overrides does not work with strategy="auto", which chooses for all groups, with shards on dim 0. Leave it out, or name a strategy.
+ValueError: shard_model: ranks disagree on what strategy="auto" assumes: rank 0 has 'optimizer adamw, a batch of float64 (2, 8) on each rank', rank 1 has 'optimizer adamw, a batch of float64 (3, 8) on each rank'. Pass the same on all ranks.
+ValueError: shard_model: ranks disagree on the choice of strategy="auto": rank 0 has 'ddp', rank 1 has 'zero2'. Pass the same on all ranks.
+ValueError: fully_shard: the mesh has 3 dimensions (dim 0=1, dim 1=2, dim 2=1). Pass one (shard) or two (replicate, shard) of them, as mesh['name'] or mesh['name', 'name'], or say with dp_mesh_dims which are data-parallel.""",
     )
 
 
 def test_nothing_fits(world2: World) -> None:
-    text = refusals(world2, refused(**AUTO | {"memory": "9kB"}))
+    text = refusal(world2, refused(**AUTO | {"memory": "9kB"}))
     assert_expected_inline(
         text,
         """\
-ValueError: shard_model: strategy "auto" finds nothing that fits in
-memory='9kB', of which a tenth stays free: ddp needs least, 23.92 kB
-at its peak (optimizer), 15.82 kB too much. memory=26578 would be
-enough. Else: more ranks to shard over, activation_checkpointing=True,
-a smaller batch, smaller groups (wrap=), or computing in bfloat16
-(mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.
+ValueError: shard_model: strategy "auto" finds nothing that fits in memory='9kB', of which a tenth stays free: ddp needs least, 23.92 kB at its peak (optimizer), 15.82 kB too much. memory=26578 would be enough. Else: more ranks to shard over, activation_checkpointing=True, a smaller batch, smaller groups (wrap=), or computing in bfloat16 (mp_policy="bf16"); shardwise.estimate(...) shows how much each saves.
 tried  peak, kB  in                    exposed, kB  sent, kB  fits
------------------------------------------------------------------- ddp
-23.92  optimizer                    5.39      5.39  no zero2     34.50
-backward of blocks.0         5.47      5.47  no zero3     34.50
-backward of blocks.0         6.66      6.66  no Assumed: optimizer
-adamw, a batch of float64 (2, 8) on each rank.""",
+------------------------------------------------------------------
+ddp       23.92  optimizer                    5.39      5.39  no
+zero2     34.50  backward of blocks.0         5.47      5.47  no
+zero3     34.50  backward of blocks.0         6.66      6.66  no
+Assumed: optimizer adamw, a batch of float64 (2, 8) on each rank.""",
     )
