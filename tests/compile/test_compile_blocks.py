@@ -46,36 +46,29 @@ def compile_blocks(model: nn.Module, how: str, shards: bool, backend: str, **opt
         fully_shard(model, **options)
 
 
-def for_blocks(model: nn.Module, act: Callable[[Any], Any]) -> None:
-    for block in model.blocks:
-        for each in (block, getattr(block, "_orig_mod", None)):
-            if isinstance(each, FSDPModule):  # nothing to do without sharding
-                act(each)
-
-
-def keep(model: nn.Module) -> None:
-    for_blocks(model, lambda block: block.set_reshard_after_forward(False))
-
-
-def free(model: nn.Module) -> None:
-    for_blocks(model, lambda block: block.set_reshard_after_forward(True))
-
-
-def unshard(model: nn.Module) -> None:
-    for_blocks(model, lambda block: block.unshard())
-
-
-def reshard(model: nn.Module) -> None:
-    unshard(model)
-    for_blocks(model, lambda block: block.reshard())
-
-
 def nothing(model: nn.Module) -> None:
     pass
 
 
+def on_blocks(act: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
+    def event(model: nn.Module) -> None:
+        for block in model.blocks:
+            for each in (block, getattr(block, "_orig_mod", None)):
+                if isinstance(each, FSDPModule):  # nothing to do without sharding
+                    act(each)
+
+    return event
+
+
 EVENTS: list[Callable[[nn.Module], Any]] = [
-    *(nothing, nothing, keep, nothing, free, unshard, reshard, nn.Module.eval, nn.Module.train, nothing)
+    nothing,
+    nothing,
+    on_blocks(lambda block: block.set_reshard_after_forward(False)),
+    nothing,
+    on_blocks(lambda block: block.set_reshard_after_forward(True)),
+    on_blocks(lambda block: block.unshard()),
+    on_blocks(lambda block: (block.unshard(), block.reshard())),
+    *(nn.Module.eval, nn.Module.train, nothing),
 ]
 
 
@@ -121,31 +114,22 @@ def lives(
 
 
 @pytest.mark.parametrize(
-    ("how", "model_class"),
+    ("how", "model_class", "backend"),
     [
-        (HOWS[0], Tower),
-        *(pytest.param(how, Tower, marks=pytest.mark.slow) for how in HOWS[1:]),
-        pytest.param(HOWS[1], Dropping, marks=pytest.mark.slow),
+        (HOWS[0], Tower, "aot_eager"),
+        *(pytest.param(how, Tower, "aot_eager", marks=pytest.mark.slow) for how in HOWS[1:]),
+        pytest.param(HOWS[1], Dropping, "aot_eager", marks=pytest.mark.slow),
+        *(pytest.param(how, Tower, "inductor", marks=pytest.mark.slow) for how in HOWS),
     ],
 )
 def test_no_graph_is_made_that_would_not_be_without_sharding(
-    world2: World, how: str, model_class: type[Tower]
+    world2: World, how: str, model_class: type[Tower], backend: str
 ) -> None:
-    for before, after, wrong, counted in world2.run(
-        lives, how, model_class, "aot_eager", torch.float64, timeout=180
-    ):
+    dtype = torch.float32 if backend == "inductor" else torch.float64
+    for before, after, wrong, counted in world2.run(lives, how, model_class, backend, dtype, timeout=400):
         assert after == before
         assert after[1] == after[6]  # nor by unsharding, keeping and freeing
         assert (wrong, counted) == ([], {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
-def test_it_is_so_with_inductor(world2: World, how: str) -> None:
-    for before, after, wrong, counted in world2.run(
-        lives, how, Tower, "inductor", torch.float32, timeout=400
-    ):
-        assert (after, wrong, counted) == (before, [], {})
 
 
 # --- compiled wrappers of activation checkpointing ------------------------------------------------

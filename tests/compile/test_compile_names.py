@@ -20,6 +20,7 @@ from harness import World
 from models import Tower, random_batch
 from on_ranks import on_ranks
 from reference import full, mean_of_squares
+from test_compile_model import num_graphs, part, wrong_gradients
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -48,9 +49,6 @@ class NamedTower(Tower):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("offset", torch.randn(8))
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.inlet(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x) + self.offset
@@ -89,8 +87,7 @@ def built(form: str, seed: int = 0) -> Any:
 
 
 def batch(step: int = 0) -> Tensor:
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return random_batch(step, 8).chunk(size)[rank]
+    return part(random_batch(step, 8))
 
 
 def train(model: nn.Module, optimizer: Any = None, steps: int = 1) -> None:
@@ -292,8 +289,22 @@ def test_messages_and_tables_have_the_names_of_the_model(world2: World, of: Any,
 # --- what may be done with a sharded module -------------------------------------------------------
 
 
+class Encoding(Tower):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inlet(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encode(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
 def use(form: str) -> dict[str, Any]:
-    model = built(form)
+    with torch.device("meta"):
+        model = sharded(form, Encoding().double())
+    torch.manual_seed(0)
+    assert shardwise.materialize(model) is model
     blocks = list(model.blocks)
     groups = [module_state.group for module_state in sharded_module_states(model)]
     found: dict[str, Any] = {}
@@ -328,8 +339,20 @@ def use(form: str) -> dict[str, Any]:
         found["output"] = model(batch())
     shardwise.init.check_replicas(model)
     shardwise.init.sync_module_states(model)
+
+    before, twin = model(batch()).detach().clone(), copy.deepcopy(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert not twin(batch()).any()
+    train(twin, adamw(twin))
+    assert twin(batch()).any()
+    assert torch.equal(model(batch()), before)
+
     shardwise.register_fsdp_forward_method(model, "encode")
     found["encoded"] = model.encode(batch())
+    train(model)  # with a break in the graph
+    found["by method"] = [full(param.grad) for param in model.parameters()]
     shardwise.strategies.register_comm_hook(
         model, None, shardwise.policies.LowPrecisionReduction(torch.bfloat16)
     )
@@ -342,69 +365,6 @@ def use(form: str) -> dict[str, Any]:
 @forms
 def test_what_may_be_done_with_a_model_may_be_done_with_a_compiled_one(world2: World, form: str) -> None:
     assert_as_uncompiled(world2, use, form)
-
-
-def materialized(form: str) -> Any:
-    with torch.device("meta"):
-        model = sharded(form, Tower().double())
-    torch.manual_seed(0)
-    assert shardwise.materialize(model) is model
-    optimizer = adamw(model)
-    train(model, optimizer)
-    return everything(model, optimizer)
-
-
-@pytest.mark.slow
-@forms
-def test_a_compiled_model_is_materialized_with_the_same_values(world2: World, form: str) -> None:
-    assert_as_uncompiled(world2, materialized, form)
-
-
-@pytest.mark.slow
-@forms
-@on_ranks(2)
-def test_a_copy_of_a_compiled_model_runs_its_own_weights(form: str) -> None:
-    model = built(form)
-    train(model)
-    twin = copy.deepcopy(model)
-    before = twin(batch()).detach().clone()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    optimizer = adamw(twin)
-    is_same = torch.equal(twin(batch()), before)
-    train(twin, optimizer)
-    is_trained = not torch.equal(twin(batch()), before)
-    assert (is_same, is_trained, all(not param.any() for param in map(full, model.parameters()))) == (
-        True,
-        True,
-        True,
-    )
-
-
-class Encoding(Tower):
-    def encode(self, x: Tensor) -> Tensor:
-        return self.inlet(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encode(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
-
-
-def gradients_with_method(form: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = sharded(form, Encoding().double())
-    shardwise.register_fsdp_forward_method(model, "encode")
-    train(model)
-    return [full(param.grad) for param in model.parameters()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["torch.compile(model)", "model.compile()"])
-def test_a_registered_method_that_forward_calls_breaks_the_graph(world2: World, form: str) -> None:
-    assert_as_uncompiled(world2, gradients_with_method, form)
 
 
 # --- shard_model ----------------------------------------------------------------------------------
@@ -495,9 +455,5 @@ def test_what_torch_compile_returned_may_be_sharded_itself(form: str, breaks: in
         model.zero_grad()
         mean_of_squares(plain, random_batch(0, 8)).backward()
         mean_of_squares(run, batch()).backward()
-    wrong = [
-        name
-        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True)
-        if not torch.allclose(full(got.grad), want.grad, rtol=0, atol=1e-10)
-    ]
-    assert (counters["stats"]["unique_graphs"], len(counters["graph_break"]), not wrong) == (1, breaks, True)
+    assert wrong_gradients(model, plain, 1e-10) == []
+    assert (num_graphs(), len(counters["graph_break"])) == (1, breaks)

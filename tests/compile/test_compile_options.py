@@ -54,34 +54,35 @@ def generated(options: dict[str, Any], is_hybrid: bool = False) -> str:
     return "; ".join(map(covered, codes))
 
 
-def shown(world: World, options: dict[str, Any], **how: bool) -> str:
-    """Forward; backward."""
-    return alike(world.run(generated, options, timeout=600, **how))  # type: ignore[no-any-return]
+OPTIONS = shardwise.compile_options()
+MERGED = shardwise.compile_options(bucket_cap_mb=BUCKET_MB)
 
 
 @pytest.mark.slow
-def test_collectives_run_beside_computation(world2: World) -> None:
-    """Except for the first all-gather and the last reduction."""
-    options = shardwise.compile_options()
-    assert_expected_inline(shown(world2, options), "gather 3/4; gather 2/3, reduce 3/4")
-
-
-@pytest.mark.slow
-def test_without_options_each_is_waited_for_where_it_begins(world2: World) -> None:
-    assert_expected_inline(shown(world2, {}), "gather 0/4; gather 0/3, reduce 0/4")
-
-
-@pytest.mark.slow
-def test_neighbouring_collectives_are_merged(world2: World) -> None:
-    options = shardwise.compile_options(bucket_cap_mb=BUCKET_MB)
-    assert_expected_inline(shown(world2, options), "gather 1/2; gather 1/2, reduce 1/2")
+@pytest.mark.parametrize(
+    ("world", "options", "expected"),
+    [
+        (2, {}, "gather 0/4; gather 0/3, reduce 0/4"),
+        # Except for the first all-gather and the last reduction, ...
+        (2, OPTIONS, "gather 3/4; gather 2/3, reduce 3/4"),
+        (2, MERGED, "gather 1/2; gather 1/2, reduce 1/2"),
+        # ... and the sums over replicas that begin once no products are left.
+        (4, OPTIONS, "gather 3/4; gather 2/3, reduce 3/4, sum 2/4"),
+    ],
+    indirect=["world"],
+    ids=["without options", "options", "merged", "replicas"],
+)
+def test_collectives_run_beside_computation(world: World, options: dict[str, Any], expected: str) -> None:
+    """In forward; in backward."""
+    assert alike(world.run(generated, options, world.size == 4, timeout=600)) == expected
 
 
 @pytest.mark.slow
 def test_merged_collectives_may_be_waited_for_at_once(world2: World) -> None:
     options = shardwise.compile_options(overlap=False, bucket_cap_mb=BUCKET_MB)
-    found = re.sub(r"\d/", "", shown(world2, options))  # torch 2.14 overlaps one of its own accord
-    assert_expected_inline(found, "gather 2; gather 2, reduce 2")
+    found = alike(world2.run(generated, options, timeout=600))
+    # Without how many are covered: torch 2.14 overlaps one of its own accord.
+    assert re.sub(r"\d/", "", found) == "gather 2; gather 2, reduce 2"
 
 
 @pytest.mark.slow
@@ -116,13 +117,6 @@ ValueError: compile_options: bucket_cap_mb is 0; pass a number of megabytes abov
 def test_cuda_graphs_may_be_asked_for(world2: World) -> None:
     """On the host there are none, and nothing changes."""
     assert_same(world2, train, Tower, "function", "inductor", {"mode": "reduce-overhead"}, timeout=400)
-
-
-@pytest.mark.slow
-def test_sums_over_replicas_run_beside_computation(world4: World) -> None:
-    """Except for the first all-gather, the last reduction, and the sums that begin once no products are left."""
-    found = shown(world4, shardwise.compile_options(), is_hybrid=True)
-    assert_expected_inline(found, "gather 3/4; gather 2/3, reduce 3/4, sum 2/4")
 
 
 def test_megabytes_are_those_of_shard_model() -> None:
