@@ -12,7 +12,6 @@ from harness import World
 from meshed import device_mesh, refusal
 from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
-from refusals import wrapped
 from torch import Tensor
 from towers import backward
 
@@ -31,34 +30,21 @@ def is_other() -> bool:
     return dist.get_rank() == 1
 
 
-def frozen() -> Any:
-    model = shard_tower(tower())
-    if is_other():
-        model.blocks[1].up.weight.requires_grad_(False)
-    return model
-
-
 def pick(usual: Any, other: Any) -> Any:
     return other if is_other() else usual
 
 
-def kept_otherwise() -> Any:
+def changed(change: Callable[[Any], Any]) -> Any:
+    """A model to which ``change`` is made on one rank alone."""
     model = shard_tower(tower())
     if is_other():
-        model.set_reshard_after_forward(False)
+        change(model)
     return model
 
 
 def reduced_otherwise() -> Any:
     model = shard_tower(tower())
     register_comm_hook(model, None, LowPrecisionReduction(pick(torch.bfloat16, torch.float16)))
-    return model
-
-
-def hooked() -> Any:
-    model = shard_tower(tower())
-    if is_other():
-        model.set_all_reduce_hook(Tensor.zero_)
     return model
 
 
@@ -76,7 +62,7 @@ def deeper() -> Any:
 
 
 UNLIKE: tuple[Callable[[], Any], ...] = (
-    frozen,
+    lambda: changed(lambda model: model.blocks[1].up.weight.requires_grad_(False)),
     lambda: shard_tower(tower(hidden=pick(16, 24))),
     lambda: pick(shard_tower, fully_shard)(tower()),
     lambda: shard_model(tower(), strategy=pick("zero3", "ddp")),
@@ -84,9 +70,9 @@ UNLIKE: tuple[Callable[[], Any], ...] = (
     lambda: shard_tower(pick(tower(), tower().float())),
     lambda: shard_tower(tower(), mp_policy=MixedPrecisionPolicy(pick(None, torch.bfloat16))),
     lambda: shard_tower(tower(), comm_policy=CommPolicy(prefetch=pick(1, 2))),
-    kept_otherwise,
+    lambda: changed(lambda model: model.set_reshard_after_forward(False)),
     reduced_otherwise,
-    hooked,
+    lambda: changed(lambda model: model.set_all_reduce_hook(Tensor.zero_)),
     ordered_otherwise,
     deeper,
 )
@@ -121,17 +107,15 @@ Tower: set_all_reduce_hook is False on rank 0, True on rank 1.
 blocks.0: set_modules_to_forward_prefetch is ['blocks.1'] on rank 0, ['blocks.2'] on rank 1.
 the model: the order of its groups is Tower, blocks.0, blocks.1, blocks.2 on rank 0, Tower, blocks.0, blocks.1, blocks.2, blocks.3 on rank 1 (85 more differences follow).""",
     )
-    assert_expected_inline(
-        wrapped(told[0]),
-        """\
-RuntimeError: The ranks have different plans for the model, so that
-they would communicate what does not fit together. blocks.1.up.weight:
-requires_grad is True on rank 0, False on rank 1. Build, shard, freeze
-and configure the model alike on all ranks.""",
+    assert told[0] == (
+        "RuntimeError: The ranks have different plans for the model, so that they would communicate what does not fit "
+        "together. blocks.1.up.weight: requires_grad is True on rank 0, False on rank 1. Build, shard, freeze and "
+        "configure the model alike on all ranks."
     )
 
 
-def apart_on_a_square() -> list[str]:
+@on_ranks(4)
+def test_meshes_of_different_shapes_are_named() -> None:
     """One rank of four: on a mesh of its own shape, and frozen."""
     other = dist.get_rank() == 2
     square = device_mesh((2, 2), ("replicate", "shard"))
@@ -140,54 +124,48 @@ def apart_on_a_square() -> list[str]:
     model = shard_tower(tower(), mesh=square)
     if other:
         model.outlet.bias.requires_grad_(False)
-    return [*told, refusal(backward, model)]
-
-
-def test_meshes_of_different_shapes_are_named(world4: World) -> None:
-    ranks = world4.run(apart_on_a_square)
-    assert ranks == [ranks[0]] * 4
+    told.append(refusal(backward, model))
     assert_expected_inline(
-        first_differences(ranks[0]),
+        first_differences(told),
         """\
 inlet.weight: mesh is (replicate=2, shard=2) on ranks 0, 1, 3, (shard=4) on rank 2 (47 more differences follow).
 outlet.bias: requires_grad is True on ranks 0, 1, 3, False on rank 2.""",
     )
 
 
-def changes_after_steps() -> list[str]:
-    """What changes later, at once on both ranks and in different ways."""
-    told = []
-    for change in (later_frozen, later_set):
-        model = shard_tower(tower())
-        backward(model)
-        change(model, is_other())
-        told.append(refusal(backward, model))
-    return told
+def told_after(change: Callable[[Any], Any]) -> str:
+    """What a backward is told after a step and a change: the differences."""
+    model = shard_tower(tower())
+    backward(model)
+    change(model)
+    return refusal(backward, model).split("fit together. ")[1].split(" Build")[0]
 
 
-def later_frozen(model: Any, other: bool) -> None:
-    (model.blocks[1].up if other else model.blocks[1].down).bias.requires_grad_(False)
-
-
-def later_set(model: Any, other: bool) -> None:
-    model.set_gradient_divide_factor(4.0 if other else 2.0)
-
-
-def test_plans_that_come_apart_later_are_refused(world2: World) -> None:
-    first, second = world2.run(changes_after_steps)
-    assert [text.split("On rank")[0] for text in first] == [text.split("On rank")[0] for text in second]
+@on_ranks(2)
+def test_plans_that_come_apart_later_are_refused() -> None:
+    """At once on both ranks, and in different ways."""
+    texts = [
+        told_after(
+            lambda model: (model.blocks[1].up if is_other() else model.blocks[1].down).bias.requires_grad_(
+                False
+            )
+        ),
+        told_after(lambda model: model.set_gradient_divide_factor(pick(2.0, 4.0))),
+    ]
+    told = [
+        text.split(f" On rank {dist.get_rank()} the plan has changed since the ranks last agreed on it ")
+        for text in texts
+    ]
     assert_expected_inline(
-        "\n".join(wrapped(text.split("fit together. ")[1].split(" Build")[0]) for text in first),
+        "\n".join(differs for differs, _ in told),
         """\
-blocks.1.up.bias: requires_grad is True on rank 0, False on rank 1 (1
-more differences follow). On rank 0 the plan has changed since the
-ranks last agreed on it (blocks.1.down.bias: requires_grad was True
-and is False).
-Tower: divide_factor is 2.0 on rank 0, 4.0 on rank 1 (3 more
-differences follow). On rank 0 the plan has changed since the ranks
-last agreed on it (Tower: divide_factor was None and is 2.0, and 3
-more changes).""",
+blocks.1.up.bias: requires_grad is True on rank 0, False on rank 1 (1 more differences follow).
+Tower: divide_factor is 2.0 on rank 0, 4.0 on rank 1 (3 more differences follow).""",
     )
+    assert [own for _, own in told] == [
+        f"(blocks.1.{pick('down', 'up')}.bias: requires_grad was True and is False).",
+        f"(Tower: divide_factor was None and is {pick(2.0, 4.0)}, and 3 more changes).",
+    ]
 
 
 def changes_on_one_rank_alone(change: Callable[[Any], None]) -> list[str]:

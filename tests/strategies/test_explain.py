@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from harness import World
 from meshed import Layout
-from models import LanguageModel, Tower, uneven_tower
+from models import LanguageModel, Tower, shard_tower, uneven_tower
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,40 +22,21 @@ from shardwise.policies import ShardPlacementResult
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def text_of(build: Callable[..., nn.Module], *args: Any) -> str:
-    return explain(build(*args))
-
-
-def same(world: World, build: Callable[..., nn.Module], *args: Any) -> str:
-    first, *others = world.run(text_of, build, *args)
-    assert others == [first] * len(others), "ranks say different things"
-    return first
-
-
-def rows_of(world: World, build: Callable[..., nn.Module], *args: Any) -> str:
-    _, *found = same(world, build, *args).splitlines()
+def rows_of(model: nn.Module) -> str:
+    """Without the header and the rules."""
+    _, *found = explain(model).splitlines()
     return "\n".join(line for line in found if not line.startswith("---"))
 
 
-def strategies(world: World, build: Callable[..., nn.Module], *args: Any) -> list[str]:
+def strategies(model: nn.Module) -> list[str]:
     """The column, without its header and the total."""
-    lines = same(world, build, *args).splitlines()
+    lines = explain(model).splitlines()
     start, end = lines[0].index("strategy"), lines[0].index("mesh")
     rules = [index for index, line in enumerate(lines) if line.startswith("---")]
     return [line[start:end].strip() for line in lines[rules[0] + 1 : rules[1]]]
 
 
-def sharded(model: nn.Module, blocks: str = "blocks", **options: Any) -> nn.Module:
-    for block in model.get_submodule(blocks).children():
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 # --- the table ------------------------------------------------------------------------------------
-
-
-def tower() -> nn.Module:
-    return sharded(Tower())
 
 
 def tower_of_everything() -> nn.Module:
@@ -73,9 +54,10 @@ def tower_of_everything() -> nn.Module:
     return fully_shard(model, ignored_params=ignored)
 
 
-def test_nesting_lists_dtypes_and_what_is_not_managed(world3: World) -> None:
+@on_ranks(3)
+def test_nesting_lists_dtypes_and_what_is_not_managed() -> None:
     assert_expected_inline(
-        same(world3, tower_of_everything),
+        explain(tower_of_everything()),
         """\
 group                              class                  strategy  mesh     parameters  MB unsharded  MB per rank  dtype
 ------------------------------------------------------------------------------------------------------------------------------------------------
@@ -90,15 +72,12 @@ not managed: 14 parameters, 0.0001 MB (outlet.weight, extra.bias)""",
     )
 
 
-def large(depth: int) -> nn.Module:
+@on_ranks(2)
+def test_large_numbers_are_readable() -> None:
     with torch.device("meta"):
-        model = LanguageModel(vocabulary=50_257, width=1024, heads=16, depth=depth)
-    return sharded(model, mp_policy=BF16)
-
-
-def test_large_numbers_are_readable(world2: World) -> None:
+        model = LanguageModel(vocabulary=50_257, width=1024, heads=16)
     assert_expected_inline(
-        rows_of(world2, large, 2),
+        rows_of(shard_tower(model, mp_policy=BF16)),
         """\
 LanguageModel  LanguageModel  zero3     shard 2  102,928,384         205.9        205.9  float32 -> bfloat16
   blocks.0     CausalBlock    zero3     shard 2   12,596,224          25.2         25.2  float32 -> bfloat16
@@ -107,13 +86,11 @@ total          3 groups                          128,120,832         256.2      
     )
 
 
-def two_towers() -> nn.Module:
-    return nn.ModuleDict({"left": sharded(Tower()), "right": fully_shard(Tower()), "rest": nn.Linear(3, 3)})
-
-
-def test_a_line_for_each_group_and_the_totals_also_around_sharded_modules(world2: World) -> None:
+@on_ranks(2)
+def test_a_line_for_each_group_and_the_totals_also_around_sharded_modules() -> None:
+    towers = {"left": shard_tower(Tower()), "right": fully_shard(Tower())}
     assert_expected_inline(
-        same(world2, two_towers),
+        explain(nn.ModuleDict({**towers, "rest": nn.Linear(3, 3)})),
         """\
 group            class     strategy  mesh     parameters  MB unsharded  MB per rank  dtype
 --------------------------------------------------------------------------------------------
@@ -128,15 +105,13 @@ not managed: 12 parameters, 0.0000 MB (rest.weight, rest.bias)""",
     )
 
 
-def a_part() -> nn.Module:
+@on_ranks(2)
+def test_a_part_of_a_model_keeps_the_names_that_messages_use() -> None:
     model = Tower()
     fully_shard(model.blocks[1].up)
-    return sharded(model).blocks[1]
-
-
-def test_a_part_of_a_model_keeps_the_names_that_messages_use(world2: World) -> None:
+    shard_tower(model)
     assert_expected_inline(
-        rows_of(world2, a_part),
+        rows_of(model.blocks[1]),
         """\
 blocks.1       Block     zero3     shard 2         152        0.0006       0.0003  float32
   blocks.1.up  Linear    zero3     shard 2         144        0.0006       0.0003  float32
@@ -155,9 +130,10 @@ def on_mesh(roles: dict[str, str] | None) -> nn.Module:
     return fully_shard(Tower(), mesh=mesh, dp_mesh_dims=dims)
 
 
-def test_meshes_are_shown_by_their_roles(world4: World) -> None:
-    hybrid = rows_of(world4, on_mesh, None)
-    assert rows_of(world4, on_mesh, {"shard": "shard", "replicate": "replicate"}) == hybrid
+@on_ranks(4)
+def test_meshes_are_shown_by_their_roles() -> None:
+    hybrid = rows_of(on_mesh(None))
+    assert rows_of(on_mesh({"shard": "shard", "replicate": "replicate"})) == hybrid
     assert_expected_inline(
         hybrid,
         """\
@@ -165,26 +141,23 @@ Tower  Tower    hybrid    replicate 2 x shard 2         969        0.0039       
 total  1 group                                          969        0.0039       0.0020""",
     )
     assert_expected_inline(
-        rows_of(world4, on_mesh, {"replicate": "replicate"}),
+        rows_of(on_mesh({"replicate": "replicate"})),
         """\
 Tower  Tower    ddp       replicate 2         969        0.0039       0.0039  float32
 total  1 group                                969        0.0039       0.0039""",
     )
 
 
-def with_tensor_parallelism() -> nn.Module:
+@on_ranks(4)
+def test_tensor_parallelism_is_named_and_counted_on_all_ranks_once() -> None:
     mesh = Layout((2, 2), ("dp", "tp")).mesh()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model[0], mesh=mesh["dp"])
     fully_shard(model[2], mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def test_tensor_parallelism_is_named_and_counted_on_all_ranks_once(world4: World) -> None:
     assert_expected_inline(
-        rows_of(world4, with_tensor_parallelism),
+        rows_of(fully_shard(model, mesh=mesh["dp"])),
         """\
 Sequential  Sequential  zero3     shard 2 x tensor parallel         136        0.0003       0.0001  float32
   0         Linear      zero3     shard 2 x tensor parallel         144        0.0003       0.0001  float32
@@ -193,7 +166,8 @@ total       3 groups                                                296        0
     )
 
 
-def experts_on_another_mesh() -> nn.Module:
+@on_ranks(4)
+def test_a_group_on_several_meshes_shows_them_all() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     expert = set(model[1].parameters())
     inner = SQUARE.mesh()["shard"]
@@ -201,11 +175,7 @@ def experts_on_another_mesh() -> nn.Module:
     def place(param: nn.Parameter) -> Any:
         return ShardPlacementResult(Shard(0), inner) if param in expert else None
 
-    return fully_shard(model, shard_placement_fn=place)
-
-
-def test_a_group_on_several_meshes_shows_them_all(world4: World) -> None:
-    assert "shard 4, shard 2 " in same(world4, experts_on_another_mesh)
+    assert "shard 4, shard 2 " in explain(fully_shard(model, shard_placement_fn=place))
 
 
 # --- strategies -----------------------------------------------------------------------------------
@@ -213,7 +183,7 @@ def test_a_group_on_several_meshes_shows_them_all(world4: World) -> None:
 
 def with_settings(after_forward: Any, after_backward: bool, is_hybrid: bool, changed: bool) -> nn.Module:
     mesh = Layout((2, dist.get_world_size() // 2)).mesh() if is_hybrid else None
-    model = sharded(Tower(depth=1), reshard_after_forward=None if changed else after_forward, mesh=mesh)
+    model = shard_tower(Tower(depth=1), reshard_after_forward=None if changed else after_forward, mesh=mesh)
     if changed:
         model.set_reshard_after_forward(after_forward)
     model.set_reshard_after_backward(after_backward)
@@ -230,50 +200,43 @@ def with_settings(after_forward: Any, after_backward: bool, is_hybrid: bool, cha
         ((True, False), "zero3 (kept after backward)", "hybrid (kept after backward)"),
     ],
 )
-def test_strategies_are_read_off_the_settings(
-    world2: World, settings: tuple[Any, bool], flat: str, hybrid: str
-) -> None:
+@on_ranks(2)
+def test_strategies_are_read_off_the_settings(settings: tuple[Any, bool], flat: str, hybrid: str) -> None:
     for changed in {False, settings[0] is not None}:  # None is a choice of fully_shard only
-        assert strategies(world2, with_settings, *settings, False, changed) == [flat] * 2
-        assert strategies(world2, with_settings, *settings, True, changed) == [hybrid] * 2
+        assert strategies(with_settings(*settings, False, changed)) == [flat] * 2
+        assert strategies(with_settings(*settings, True, changed)) == [hybrid] * 2
 
 
-def test_parameters_kept_within_a_few_ranks(world4: World) -> None:
-    assert strategies(world4, with_settings, 2, True, False, False) == ["zero3_hpz (within 2)"] * 2
+@on_ranks(4)
+def test_parameters_kept_within_a_few_ranks() -> None:
+    assert strategies(with_settings(2, True, False, False)) == ["zero3_hpz (within 2)"] * 2
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory(build: Callable[[], nn.Module]) -> tuple[str, int, int, int]:
-    """What explain says in all, then: bytes of shards, of unsharded parameters, and parameters."""
+def wide_tower() -> nn.Module:
+    return shard_tower(Tower(width=701, hidden=1500), mp_policy=BF16)
+
+
+@pytest.mark.parametrize(("world", "build"), [(2, wide_tower), (3, tower_of_everything)], indirect=["world"])
+@on_ranks()
+def test_the_totals_are_what_is_allocated(build: Callable[[], nn.Module]) -> None:
     model = build()
     stored = memory_snapshot(model).shard_bytes
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
     total = next(line for line in explain(model).splitlines() if line.startswith("total"))
     for module in [m for m in model.modules() if hasattr(m, "unshard")]:
         module.unshard()
-    return total, stored, memory_snapshot(model).unsharded_bytes, numel
+    unsharded = memory_snapshot(model).unsharded_bytes
+    decimals = 1 if unsharded >= 10e6 else 4
+    numbers = [f"{numel:,}", f"{unsharded / 1e6:,.{decimals}f}", f"{stored / 1e6:,.{decimals}f}"]
+    assert total.split()[-3:] == numbers
 
 
-def wide_tower() -> nn.Module:
-    return sharded(Tower(width=701, hidden=1500), mp_policy=BF16)
-
-
-@pytest.mark.parametrize(("world", "build"), [(2, wide_tower), (3, tower_of_everything)], indirect=["world"])
-def test_the_totals_are_what_is_allocated(world: World, build: Callable[[], nn.Module]) -> None:
-    for total, stored, unsharded, numel in world.run(memory, build):
-        decimals = 1 if unsharded >= 10e6 else 4
-        numbers = [f"{numel:,}", f"{unsharded / 1e6:,.{decimals}f}", f"{stored / 1e6:,.{decimals}f}"]
-        assert total.split()[-3:] == numbers
-
-
-def offloaded() -> nn.Module:
+@on_ranks(1)
+def test_shards_on_another_device_are_said_to_be() -> None:
     model = fully_shard(Tower(), mp_policy=BF16)
     other = torch.device("meta")  # than that of the mesh
     model._shardwise_state.group.buckets[0].storage = ShardStorage(other)
-    return model
-
-
-def test_shards_on_another_device_are_said_to_be(world1: World) -> None:
-    assert "  float32 on meta -> bfloat16" in same(world1, offloaded)
+    assert "  float32 on meta -> bfloat16" in explain(model)

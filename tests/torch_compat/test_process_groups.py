@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
-from harness import World
 from models import even_tower, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -72,55 +70,35 @@ def train(mesh: DeviceMesh, log: list[str], keep: bool | int = True) -> None:
         log.append("-- backward")
 
 
-def stages_of_which_one_is_sharded() -> list[str]:
+@on_ranks(4)
+def test_only_the_ranks_of_the_mesh_take_part_in_its_process_groups() -> None:
     """Two stages of a pipeline, over two ranks each. The second has no sharded model."""
     stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     with world_bound_to_a_device() as log:
         if stages.get_local_rank("stage") == 0:
             train(stages["shard"], log)
-    return log
+    expected = [
+        "ranks [0, 1] make a group, the world stays whole",
+        "-- forward without gradients",
+        "ranks [0, 1] connect",
+        *["-- forward", "-- backward"] * 2,
+    ]
+    assert log == (expected if stages.get_local_rank("stage") == 0 else [])
 
 
-def test_only_the_ranks_of_the_mesh_take_part_in_its_process_groups(world4: World) -> None:
-    first, second, *others = world4.run(stages_of_which_one_is_sharded)
-    assert first == second
-    assert others == [[], []]
-    assert_expected_inline(
-        "\n".join(first),
-        """\
-ranks [0, 1] make a group, the world stays whole
--- forward without gradients
-ranks [0, 1] connect
--- forward
--- backward
--- forward
--- backward""",
-    )
-
-
-def kept_in_parts() -> list[str]:
+@on_ranks(4)
+def test_groups_are_made_in_one_order_and_connect_before_the_first_backward() -> None:
     with world_bound_to_a_device() as log:
         train(init_device_mesh("cpu", (4,)), log, keep=2)
-    return log
-
-
-def test_groups_are_made_in_one_order_and_connect_before_the_first_backward(world4: World) -> None:
-    first, second, third, fourth = world4.run(kept_in_parts)
-    assert first == second
-    assert third == fourth == [line.replace("ranks [0, 1] ", "ranks [2, 3] ") for line in first]
-    assert_expected_inline(
-        "\n".join(first),
-        """\
-ranks [0, 1, 2, 3] make a group, the world stays whole
-ranks [0, 1] make a group, the world stays whole
--- forward without gradients
-ranks [0, 1, 2, 3] connect
-ranks [0, 1] connect
--- forward
--- backward
--- forward
--- backward""",
-    )
+    own = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    assert log == [
+        "ranks [0, 1, 2, 3] make a group, the world stays whole",
+        f"ranks {own} make a group, the world stays whole",
+        "-- forward without gradients",
+        "ranks [0, 1, 2, 3] connect",
+        f"ranks {own} connect",
+        *["-- forward", "-- backward"] * 2,
+    ]
 
 
 @on_ranks(4)
@@ -131,14 +109,12 @@ def test_a_failure_ends_waits_in_all_process_groups_of_a_group() -> None:
     model(random_batch(0, 4))
     (module_state,) = sharded_module_states(model)
     names = [axis.pg.group_name.split("_") for axis in module_state.group.gradients.awaited.axes()]
-    assert sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names) == [
-        "mesh",
-        "part",
-        "reduce",
-    ]
+    kinds = sorted(name[1] if name[0] == "shardwise" else "mesh" for name in names)
+    assert kinds == ["mesh", "part", "reduce"]
 
 
-def bound_device_after_failure() -> bool:
+@on_ranks(2)
+def test_the_world_is_bound_as_before_where_a_group_could_not_be_made() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no route to host")
 
@@ -149,13 +125,9 @@ def bound_device_after_failure() -> bool:
         try:
             with pytest.raises(OSError, match="no route"):
                 c10d.subgroup(world, range(2), torch.device("cpu"), "test")
-            return world.bound_device_id == GPU
+            assert world.bound_device_id == GPU
         finally:
             world.bound_device_id = None
-
-
-def test_the_world_is_bound_as_before_where_a_group_could_not_be_made(world2: World) -> None:
-    assert world2.run(bound_device_after_failure) == [True, True]
 
 
 class Backend:

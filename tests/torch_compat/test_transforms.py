@@ -30,73 +30,40 @@ def one_row(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda row: model(row[None])[0]
 
 
-def with_jvp(model: nn.Module, x: Tensor) -> Any:
-    return jvp(model, (x,), (torch.cos(x),))
-
-
-def with_vjp(model: nn.Module, x: Tensor) -> Any:
+def all_of_vjp(model: nn.Module, x: Tensor) -> Any:
     output, pull = vjp(model, x)
     return output, pull(torch.ones_like(output))[0], pull(output)[0]
 
 
-def with_grad(model: nn.Module, x: Tensor) -> Any:
-    return grad(squares(model))(x)
-
-
-def with_grad_of_grad(model: nn.Module, x: Tensor) -> Any:
-    return grad(lambda y: grad(squares(model))(y).pow(2).sum())(x)
-
-
-def with_vmap(model: nn.Module, x: Tensor) -> Any:
-    return vmap(model)(x)
-
-
-def with_gradients_of_each_row(model: nn.Module, x: Tensor) -> Any:
-    return vmap(grad(lambda row: one_row(model)(row).sum()))(x)
-
-
-def with_jacobians_of_each_row(model: nn.Module, x: Tensor) -> Any:
-    return vmap(jacrev(one_row(model)))(x), vmap(jacfwd(one_row(model)))(x)
-
-
-def with_hessians_of_each_row(model: nn.Module, x: Tensor) -> Any:
-    return vmap(hessian(lambda row: one_row(model)(row).sum()))(x)
-
-
-def with_forward_over_reverse(model: nn.Module, x: Tensor) -> Any:
-    return jvp(grad(squares(model)), (x,), (torch.cos(x),))[1]
-
-
-def with_forward_over_forward(model: nn.Module, x: Tensor) -> Any:
-    return vmap(jacfwd(jacfwd(one_row(model))))(x)
-
-
-def with_dual_numbers(model: nn.Module, x: Tensor) -> Any:
+def all_of_a_dual_number(model: nn.Module, x: Tensor) -> Any:
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.cos(x)))))
 
 
-def with_its_own_parameters(model: nn.Module, x: Tensor) -> Any:
-    return grad(lambda y: functional_call(model, dict(model.named_parameters()), (y,)).pow(2).sum())(x)
-
-
-def with_one_block(model: nn.Module, x: Tensor) -> Any:
-    block = model.blocks[1]
-    return grad(squares(block))(x)  # type: ignore[arg-type]
-
-
-TRANSFORMS: list[Transform] = [
-    *(with_jvp, with_vjp, with_grad, with_grad_of_grad, with_vmap, with_gradients_of_each_row),
-    *(with_jacobians_of_each_row, with_hessians_of_each_row, with_forward_over_reverse),
-    *(with_forward_over_forward, with_dual_numbers, with_its_own_parameters, with_one_block),
-]
+TRANSFORMS: dict[str, Transform] = {
+    "jvp": lambda model, x: jvp(model, (x,), (torch.cos(x),)),
+    "vjp": all_of_vjp,
+    "grad": lambda model, x: grad(squares(model))(x),
+    "grad of grad": lambda model, x: grad(lambda y: grad(squares(model))(y).pow(2).sum())(x),
+    "vmap": lambda model, x: vmap(model)(x),
+    "gradients of rows": lambda model, x: vmap(grad(lambda row: one_row(model)(row).sum()))(x),
+    "jacobians of rows": lambda model, x: [vmap(each(one_row(model)))(x) for each in (jacrev, jacfwd)],
+    "hessians of rows": lambda model, x: vmap(hessian(lambda row: one_row(model)(row).sum()))(x),
+    "forward over reverse": lambda model, x: jvp(grad(squares(model)), (x,), (torch.cos(x),))[1],
+    "forward over forward": lambda model, x: vmap(jacfwd(jacfwd(one_row(model))))(x),
+    "dual numbers": all_of_a_dual_number,
+    "its own parameters": lambda model, x: grad(
+        lambda y: functional_call(model, dict(model.named_parameters()), (y,)).pow(2).sum()
+    )(x),
+    "one block": lambda model, x: grad(squares(model.blocks[1]))(x),  # type: ignore[index, arg-type]
+}
 
 
 @same_as_plain(2)
 @pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_transforms_and_training_through_them(side: Side, reshard: bool | None) -> None:
     """What a transform comes to may be part of the loss; the first comes before anything was unsharded."""
-    for transform in TRANSFORMS:
+    for name, transform in TRANSFORMS.items():
         model = built(even_tower)
         side.shard_tower(model, reshard_after_forward=reshard)
         with torch.no_grad():
@@ -105,7 +72,7 @@ def test_transforms_and_training_through_them(side: Side, reshard: bool | None) 
             x = side.inputs(step)
             results = torch.utils._pytree.tree_leaves(transform(model, x))
             for result in (*results, *(found if step == 0 else ())):
-                side.note_rows(transform.__name__, result)
+                side.note_rows(name, result)
             loss = mean_of_squares(model, side.inputs(2))
             loss = loss + sum(result.pow(2).sum() for result in results) / len(x)
             loss.backward()
