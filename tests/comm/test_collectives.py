@@ -133,7 +133,10 @@ def test_every_rank_all_gathers_every_parameter() -> None:
                 assert torch.equal(gathered.unsharded_tensor(slot), value), (type(comm), limit, slot)
 
 
-def reduce_everything(missing: int | None, divisor: float) -> None:
+@all_worlds
+@pytest.mark.parametrize(("missing", "divisor"), [(None, 4.0), (0, 1.0), (4, 4.0)])
+@on_ranks()
+def test_every_rank_reduces_its_rows(missing: int | None, divisor: float) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     of_ranks = [full_values(seed) for seed in range(world)]
     sums = [torch.stack([values[i] for values in of_ranks]).sum(0) / divisor for i in range(len(SHAPES))]
@@ -155,12 +158,6 @@ def reduce_everything(missing: int | None, divisor: float) -> None:
         for view, want, value in zip(views.views, wanted, expected, strict=True):
             if want:
                 assert torch.equal(view, value.to(view.dtype)), (type(comm), limit, view, value)
-
-
-@all_worlds
-@pytest.mark.parametrize(("missing", "divisor"), [(None, 4.0), (0, 1.0), (4, 4.0)])
-def test_every_rank_reduces_its_rows(world: World, missing: int | None, divisor: float) -> None:
-    world.run(reduce_everything, missing, divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

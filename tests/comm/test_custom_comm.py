@@ -27,7 +27,7 @@ from models import (
 )
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
-from refusals import SHARDED, Calling, assert_says, refusal, sharded_tower, tower
+from refusals import SHARDED, Calling, assert_says, refusal, seeded, sharded_tower, tower
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,10 +55,12 @@ def test_custom_collectives_carry_the_groups_they_were_set_on(
     side: Side, make: Any, returns_work: bool, names: list[str] | None
 ) -> None:
     model = side.shard_tower(built(make), reshard_after_forward=True)
-    comms = Comms(model, names, returns_work) if side.is_sharded else None
+    comms = None
     width = 7 if make is uneven_tower else 8
     optimizer = adamw(model)
-    for step in range(2):
+    for step in range(3):
+        if side.is_sharded and step == (0 if names is None else 1):  # or between steps
+            comms = Comms(model, names, returns_work)
         side.step(model, optimizer, step, width=width)
         if comms is not None and side.world > 1:  # a rank alone need not communicate
             chosen = 4 if names is None else len(names)
@@ -108,22 +110,6 @@ def test_what_a_custom_collective_returns_is_what_is_used(side: Side) -> None:
     for name, param in model.named_parameters():
         factor = 2 if name.startswith("blocks.1.") and not side.is_sharded else 1
         side.note(f"gradient of {name}", param.grad * factor)
-
-
-@same_as_plain(2)
-def test_custom_collectives_may_be_set_between_steps(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    optimizer = adamw(model)
-    side.step(model, optimizer, 0)
-    if side.is_sharded:
-        Comms(model)
-    optimizer.zero_grad()
-    for microbatch in range(3):
-        side.sync(model, microbatch == 2)
-        mean_of_squares(model, side.inputs(microbatch)).backward()
-    side.note_gradients(model)
-    optimizer.step()
-    side.steps(model, optimizer, [3])
 
 
 # --- the hook on reduced gradients ----------------------------------------------------------------
@@ -257,33 +243,34 @@ def test_how_to_communicate_changes_no_number(side: Side, switches: str) -> None
     side.note_parameters(model)
 
 
-def ops_of_reductions(factor: float | None) -> tuple[list[str], float]:
-    model = sharded_tower()
+@pytest.mark.parametrize(("world", "factor"), [(2, None), (3, 8.0)], indirect=["world"])
+@on_ranks()
+def test_only_sums_are_asked_for_where_sums_are_forced(factor: float | None) -> None:
+    model, plain = seeded(sharded_tower), seeded(tower)
     comms = Comms(model)
     model.set_force_sum_reduction_for_comms(True)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    plain = built_like(model)
     for each in (model, plain):
         each(random_batch(0, 4)).pow(2).mean().backward()
+    assert {call["op"] for call in comms.reduce.calls} == {"SUM"}
     ratio = model.outlet.bias.grad.full_tensor() / plain.outlet.bias.grad
-    return [call["op"] for call in comms.reduce.calls], ratio.item()
+    assert ratio.item() == pytest.approx(dist.get_world_size() / factor if factor else 1.0, abs=1e-10)
 
 
-def built_like(model: nn.Module) -> Any:
-    plain = tower()
-    with torch.no_grad():
-        for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs.full_tensor())
-    return plain
-
-
-@pytest.mark.parametrize(("world", "factor"), [(2, None), (3, 8.0)], indirect=["world"])
-def test_only_sums_are_asked_for_where_sums_are_forced(world: World, factor: float | None) -> None:
-    for ops, ratio in world.run(ops_of_reductions, factor):
-        assert ops == ["SUM"] * len(ops)
-        assert ops
-        assert ratio == pytest.approx(1.0 if factor is None else world.size / factor, abs=1e-10)
+@on_ranks(2)
+def test_reductions_get_a_group_of_their_own_and_give_it_back() -> None:
+    for enable in (True, False):
+        model = sharded_tower()
+        comms = Comms(model)
+        model.set_separate_reduce_scatter_group(True)
+        model.set_separate_reduce_scatter_group(enable)
+        model(random_batch(0, 4)).pow(2).mean().backward()
+        gathers, reductions = (
+            {call["group"] for call in comm.calls} for comm in (comms.gather, comms.reduce)
+        )
+        assert len(gathers) == len(reductions) == 1
+        assert (gathers != reductions) == enable
 
 
 @on_ranks(2)
@@ -298,23 +285,6 @@ def test_forced_sums_reach_the_communicators_in_use_and_those_made_later() -> No
     model(random_batch(0, 4)).sum().backward()
     assert bucket.communication.reduce_scatter is not before
     assert bucket.communication.reduce_scatter.force_sum
-
-
-def groups_used(enable: bool) -> tuple[set[str], set[str]]:
-    model = sharded_tower()
-    comms = Comms(model)
-    model.set_separate_reduce_scatter_group(True)
-    model.set_separate_reduce_scatter_group(enable)
-    model(random_batch(0, 4)).pow(2).mean().backward()
-    return tuple({call["group"] for call in comm.calls} for comm in (comms.gather, comms.reduce))  # type: ignore
-
-
-def test_reductions_get_a_group_of_their_own_and_give_it_back(world2: World) -> None:
-    for gathers, reductions in world2.run(groups_used, enable=True):
-        assert len(gathers) == len(reductions) == 1
-        assert gathers != reductions
-    for gathers, reductions in world2.run(groups_used, enable=False):
-        assert gathers == reductions
 
 
 @on_ranks(1)
@@ -345,24 +315,18 @@ def test_an_embedding_need_not_be_unsharded_for_backward(side: Side) -> None:
     optimizer = adamw(model)
     for step in range(2):
         optimizer.zero_grad()
-        loss = next_token_loss(model, side.part(token_batch(step, 12)))
-        loss.backward()
-        side.note_mean("loss", loss)
+        next_token_loss(model, side.part(token_batch(step, 12))).backward()
         side.note_gradients(model)
         optimizer.step()
         side.assert_settled(model)
-        if side.is_sharded:
-            assert len(gathers.calls) == 1, f"all-gathered {len(gathers.calls)} times in a step"
-            gathers.calls.clear()
-    side.note_parameters(model)
+        assert len(gathers.calls) == side.is_sharded * (step + 1), "all-gathered once a step"
 
 
 @same_as_plain(2)
 def test_a_root_need_not_be_unsharded_for_a_loss_inside(side: Side) -> None:
     """The loss comes from what a block has put out, not from the root's output, inside whose call it ran."""
     model = built(even_tower)
-    side.shard(*model.blocks, reshard_after_forward=True)
-    side.shard(model, reshard_after_forward=True)
+    side.shard_tower(model, reshard_after_forward=True)
     gathers = AllGather(returns_work=True)
     if side.is_sharded:
         model.set_custom_all_gather(gathers)
@@ -375,9 +339,7 @@ def test_a_root_need_not_be_unsharded_for_a_loss_inside(side: Side) -> None:
         seen.pop().pow(2).mean().backward()
         side.note_gradients(model)
         side.assert_settled(model)
-        if side.is_sharded:
-            assert len(gathers.calls) == 1, f"all-gathered {len(gathers.calls)} times in a step"
-            gathers.calls.clear()
+        assert len(gathers.calls) == side.is_sharded * (step + 1), "all-gathered once a step"
 
 
 @on_ranks(2)
@@ -410,9 +372,7 @@ def test_roots_that_share_their_lanes_train(side: Side) -> None:
             side.assert_settled(model)
         optimizer.step()
     if side.is_sharded:
-        roots = {
-            module_state.root for model in (first, second) for module_state in sharded_module_states(model)
-        }
+        roots = {each.root for model in (first, second) for each in sharded_module_states(model)}
         assert len(roots) == 2
         assert len({id(root.lazy_init.streams) for root in roots}) == 1
 
@@ -538,20 +498,16 @@ def test_a_custom_collective_takes_the_place_of_memory_of_the_group(
     """Of a back end that has an allocator; ``ends``: its memory is let go of afterwards."""
     model: Any = side.shard_tower(built(even_tower))
     custom = comm(returns_work=True)
-    if side.is_sharded:
-        with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        if side.is_sharded:
             patch.setattr(c10d, "can_allocate", lambda pg, device: True)
             patch.setattr(c10d, "allocate_from_group", memory_of_any_group)
             model.set_allocate_memory_from_process_group_for_comm(True)
             getattr(model, setter)(custom)
             if ends:
                 model.set_allocate_memory_from_process_group_for_comm(False)
-            optimizer = adamw(model)
-            side.step(model, optimizer, 0)
-            assert custom.calls
-    else:
-        side.step(model, adamw(model), 0)
-    side.note_parameters(model)
+        side.steps(model, adamw(model), [0])
+    assert bool(custom.calls) == side.is_sharded
 
 
 @pytest.mark.parametrize(

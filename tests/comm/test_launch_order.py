@@ -139,18 +139,6 @@ def launches_of(
         (2, (2,), layers_skipped, PREFETCHES_AFTER, True),
         (2, (2,), blocks_skipped, IN_PARTS, False),
         (4, (2, 2), blocks_skipped, PREFETCHES_AFTER, True),
-        *(
-            pytest.param(4, shape, routing, policy, is_device, marks=pytest.mark.slow)
-            for shape, routing, policy, is_device in [
-                ((4,), orders_within_blocks, PREFETCHES_AFTER, False),
-                ((4,), recomputed_in_different_orders, IN_PARTS, True),
-                ((4,), layers_skipped, IN_PARTS, False),
-                ((4,), blocks_skipped, PREFETCHES_AFTER, False),
-                ((2, 2), orders_within_blocks, IN_PARTS, False),
-                ((2, 2), recomputed_in_different_orders, PREFETCHES_AFTER, True),
-                ((2, 2), layers_skipped, PREFETCHES_AFTER, False),
-            ]
-        ),
     ],
     indirect=["world"],
 )

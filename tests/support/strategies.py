@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshed import Layout
-from models import even_tower, random_batch
-from reference import LocalAdamW, mean_of_squares
+from models import random_batch
+from reference import mean_of_squares
 from scenario import one_thread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -232,31 +232,3 @@ def shard_as(model: nn.Module, strategy: str, **options: Any) -> Any:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     shardwise.shard_model(model, strategy=strategy, mesh=mesh, **options)
     return mesh.get_group(names[-1])
-
-
-def losses_of_regression(side_rank: int, world: int, strategy: str | None, **options: Any) -> list[float]:
-    torch.manual_seed(7)
-    model = even_tower()
-    if strategy is not None:
-        shard_as(model, strategy, **options)
-    optimizer = LocalAdamW(model.parameters(), lr=1e-2, weight_decay=0.0, foreach=True)
-    batch = random_batch(0, 24, dtype=torch.float32)
-    share = len(batch) // world
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = mean_of_squares(model, batch[side_rank * share : (side_rank + 1) * share])
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
-
-
-def assert_arrives(ranks: list[list[float]], rel: float) -> None:
-    """Losses of training with compression end where those of exact training do."""
-    with one_thread():
-        exact = losses_of_regression(0, 1, None)
-    losses = [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
-    assert exact[-1] < 0.2 * exact[0], "it does not learn"
-    assert losses != exact, "nothing is compressed"
-    assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=rel)
