@@ -82,33 +82,18 @@ def told(act: Callable[[], Any], failing: int, done: str) -> tuple[str, float]:
     return text, time.monotonic() - started
 
 
-def in_forward() -> tuple[str, float]:
+def fails_in(where: str) -> tuple[str, float]:
+    """A hook of the caller on the outermost module runs when that has an output already."""
     model = built()
     step(model)
     if dist.get_rank() == 1:
-        model.fails = bad_batch
-    return told(lambda: step(model), 1, "forward")
-
-
-def after_forward() -> tuple[str, float]:
-    """In a hook of the caller on the outermost module, which has an output by then."""
-    model = built()
-    step(model)
-
-    def hook(*_: Any) -> None:
-        if dist.get_rank() == 1:
-            bad_batch()
-
-    model.register_forward_hook(hook)
-    return told(lambda: step(model), 1, "hook")
-
-
-def in_backward() -> tuple[str, float]:
-    model = built()
-    step(model)
-    if dist.get_rank() == 1:
-        model.fails_in_backward = bad_batch
-    return told(lambda: step(model), 1, "backward")
+        if where == "forward":
+            model.fails = bad_batch
+        elif where == "backward":
+            model.fails_in_backward = bad_batch
+        else:
+            model.register_forward_hook(lambda *_: bad_batch())
+    return told(lambda: step(model), 1, where)
 
 
 def killed() -> None:
@@ -187,12 +172,12 @@ def fresh(world3: World) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
     world3.close()
 
 
-@pytest.mark.parametrize("act", [in_forward, after_forward, in_backward])
-def test_the_first_error_is_raised_on_all_ranks(fresh: Any, act: Callable[..., Any]) -> None:
-    (first, after), (own, _), (third, _) = fresh(act)
+@pytest.mark.parametrize("where", ["forward", "hook", "backward"])
+def test_the_first_error_is_raised_on_all_ranks(fresh: Any, where: str) -> None:
+    (first, after), (own, _), (third, _) = fresh(partial(fails_in, where))
     assert own == "ValueError: batch 7 has no labels"
-    where = "backward" if act is in_backward else "forward"
-    told_of = f"because rank 1 has failed in the {where} of 'Faulty': ValueError: batch 7 has no labels"
+    phase = "backward" if where == "backward" else "forward"
+    told_of = f"because rank 1 has failed in the {phase} of 'Faulty': ValueError: batch 7 has no labels"
     assert told_of in first
     assert told_of in third
     assert after < SOON_S
@@ -222,6 +207,8 @@ def test_ranks_that_wait_for_each_other_are_told_before_the_timeout(fresh: Any) 
             "ranks 0, 2 waiting for the all-gather of 'blocks.0' (step 1, forward); "
             "rank 1 waiting for the all-gather of 'blocks.1' (step 1, forward)." in text
         )
+        assert "microbatches" not in text
+        assert "set_may_be_unused()" in text
         assert after < 2 * SOON_S
 
 

@@ -154,22 +154,6 @@ def test_a_wait_on_a_device_is_found_from_its_events(pair: Pair) -> None:
     assert len(pair.messages) == 2
 
 
-def test_a_collective_that_was_left_out_is_named(pair: Pair) -> None:
-    """The back end has matched what rank 1 did issue with something else."""
-    first, second = pair.both
-    other = Wait("all-gather", "blocks.1", list)
-    first.activity.note_wait(other)
-    for rank in pair.both:
-        rank.activity.phase = "forward"
-    first.activity.issue(other)
-    with second.waiting():
-        pass
-    with first.waiting():
-        pair.pass_seconds(REPORT_S)
-    assert "rank 1 computing (step 1, forward)" in pair.messages[0]
-    assert "rank 1 left out the all-gather of 'blocks.1', so that" in pair.messages[0]
-
-
 def test_what_a_rank_has_issued_ahead_is_not_missed(pair: Pair) -> None:
     first, second = pair.both
     other = Wait("all-gather", "blocks.1", list)

@@ -9,7 +9,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocking_backend import blocking_group
-from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from models import shard_tower
@@ -106,24 +104,7 @@ def told(texts: list[str], before: int) -> str:
     return re.sub(r"step (\d+)", lambda found: f"step {int(found[1]) - before}", text)
 
 
-def long_computation(backend: str) -> str:
-    before = monitor_of_job().steps
-    model, _ = trained(backend)
-    with reporting() as report:
-        if dist.get_rank() == LATE:
-            model.pauses = report.wait
-        step(model)
-        report.wait()
-    return told(report.texts, before)
-
-
-BOTH = ["gloo", "only blocks"]
-# Whether a back end blocks changes how a wait is seen, not what is told of it: elsewhere one of them will do.
-GLOO = ["gloo", pytest.param("only blocks", marks=pytest.mark.slow)]
-BLOCKS_ONLY = [pytest.param("gloo", marks=pytest.mark.slow), "only blocks"]
-
-
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", ["gloo", "only blocks"])
 @on_ranks(3)
 def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(backend: str) -> None:
     before = monitor_of_job().steps
@@ -134,48 +115,40 @@ def test_a_rank_that_has_left_the_loop_is_named_on_all_ranks(backend: str) -> No
     )
 
 
-@pytest.mark.parametrize("backend", GLOO)
-def test_a_rank_that_computes_long_is_told_to_those_that_wait(world2: World, backend: str) -> None:
-    assert_expected_inline(
-        alike(world2.run(long_computation, backend)),
-        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
-    )
-
-
-@pytest.mark.parametrize("backend", BLOCKS_ONLY)
 @on_ranks(2)
-def test_a_model_of_the_same_names_hides_nothing(backend: str) -> None:
-    other, _ = trained(backend, steps=4)
+def test_a_model_of_the_same_names_hides_nothing() -> None:
+    other, _ = trained("only blocks", steps=4)
     if dist.get_rank() != LATE:
         del other
         gc.collect()
+    before = monitor_of_job().steps
+    model, _ = trained("only blocks")
+    with reporting() as report:
+        if dist.get_rank() == LATE:
+            model.pauses = report.wait
+        step(model)
+        report.wait()
     assert_expected_inline(
-        long_computation(backend),
+        told(report.texts, before),
         """shardwise.ranks.watch WARNING: No progress for N s: rank 0 waiting for the all-gather of 'blocks.2' (step 3, forward); rank 1 computing (step 3, forward), at test_who_waits.py:N in wait""",
     )
 
 
-@pytest.mark.parametrize("backend", BLOCKS_ONLY)
 @on_ranks(2)
-def test_a_call_that_one_rank_has_not_made(backend: str) -> None:
-    before = monitor_of_job().steps
-    model, _ = trained(backend)
-    assert_expected_inline(
-        told(texts_while_one_is_late(lambda: clip_grad_norm_(model, 1.0)), before),
-        """shardwise.ranks.watch WARNING: No progress for N s: rank 0 in clip_grad_norm_() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
-    )
-
-
-@on_ranks(2)
-def test_a_checkpoint_that_one_rank_alone_saves_or_loads(tmp_path: Path) -> None:
+def test_a_call_that_one_rank_has_not_made(tmp_path: Path) -> None:
     before = monitor_of_job().steps
     model, _ = trained("gloo")
-    texts = []
-    for act in (save_checkpoint, load_checkpoint):
-        texts += texts_while_one_is_late(partial(act, str(tmp_path / "step-1"), model))
+    path = str(tmp_path / "step-1")
+    acts = [
+        lambda: clip_grad_norm_(model, 1.0),
+        lambda: save_checkpoint(path, model),
+        lambda: load_checkpoint(path, model),
+    ]
+    texts = [text for act in acts for text in texts_while_one_is_late(act)]
     assert_expected_inline(
         told(texts, before),
         """\
+shardwise.ranks.watch WARNING: No progress for N s: rank 0 in clip_grad_norm_() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait
 shardwise.ranks.watch WARNING: No progress for N s: rank 0 in save_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait
 shardwise.ranks.watch WARNING: No progress for N s: rank 0 in load_checkpoint() (after step 2); rank 1 in no step since step 2, at test_who_waits.py:N in wait""",
     )
