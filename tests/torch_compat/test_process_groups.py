@@ -153,37 +153,25 @@ class Group:
         return self.backend
 
 
-@pytest.mark.parametrize("has_communicator", [True, False])
 @pytest.mark.parametrize("device", [GPU, torch.device("cuda")], ids=str)
-def test_what_has_a_communicator_is_told_to_connect_with_its_device(
-    monkeypatch: pytest.MonkeyPatch, has_communicator: bool, device: torch.device
+def test_nccl_is_known_by_all_its_names_and_what_has_a_communicator_connects(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """By its index, as all the back ends for NCCL take it."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
-    group: Any = Group(Backend("nccl" if has_communicator else "ucc", has_communicator))
-    c10d.connect(group, device)
-    assert group.backend.connected == [GPU] * has_communicator
-
-
-@pytest.mark.parametrize("name", ["nccl2", "nccl-lazy"])
-def test_what_has_a_communicator_from_its_first_collective_on_is_given_one(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+    """It is told its device by the index, as all back ends for NCCL take it, or given a first collective."""
     summed: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: summed.append((tensor.numel(), group)))
     monkeypatch.setattr(torch, "zeros", lambda size, device: torch.empty(size, device="meta"))
-    group: Any = Group(Backend(name, has_communicator=False))
-    c10d.connect(group, GPU)
-    assert summed == [(1, group)]
-    assert group.backend.connected == []
-
-
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
-def test_nccl_is_known_by_all_its_names(name: str) -> None:
-    nccl: Any = Group(Backend(name, has_communicator=True))
-    other: Any = Group(Backend("gloo", has_communicator=False))
-    assert c10d.is_nccl(nccl, GPU)
-    assert not c10d.is_nccl(other, GPU)
+    for name, has_communicator in (
+        *(("nccl", True), ("nccl2", True), ("nccl-legacy", True)),
+        *(("nccl2", False), ("nccl-lazy", False), ("ucc", False), ("gloo", False)),
+    ):
+        group: Any = Group(Backend(name, has_communicator))
+        assert c10d.is_nccl(group, GPU) == name.startswith("nccl")
+        c10d.connect(group, device)
+        assert group.backend.connected == [GPU] * has_communicator
+        assert summed == [(1, group)] * (name.startswith("nccl") and not has_communicator)
+        summed.clear()
 
 
 # --- after a failure ------------------------------------------------------------------------------
