@@ -119,9 +119,14 @@ def fitting(strategy: str) -> Callable[..., None]:
     return sums if strategy == "ddp" else scatters
 
 
+MIXED = {"blocks.1": "ddp"}
+
+
 def hooked(model: nn.Module, strategy: str, hook: Any = None, is_sharded: bool = True, **options: Any) -> Any:
     if not is_sharded:
         return State(None)
+    if strategy == "mixed":
+        strategy, options = "zero3", {"overrides": MIXED}
     state = State(shard_as(model, strategy, **options))
     register_comm_hook(model, state, hook or fitting(strategy))
     return state
@@ -134,6 +139,7 @@ def hooked(model: nn.Module, strategy: str, hook: Any = None, is_sharded: bool =
     (2, "zero2", odd_model, Callable_()),
     (2, "zero3", even_tower, partial(Callable_().method, scale=2.0)),
     (2, "ddp", odd_model, either),
+    (2, "mixed", even_tower, either),  # a hook for both is called with what each needs
     (3, "zero3", odd_model, scatters),
     (3, "ddp", uneven_tower, Callable_()),
     (4, "hybrid", uneven_tower, scatters),
@@ -142,7 +148,7 @@ def hooked(model: nn.Module, strategy: str, hook: Any = None, is_sharded: bool =
 def test_a_hook_written_for_fsdp1_trains_as_the_plain_model(
     side: Side, strategy: str, make: Any, hook: Any
 ) -> None:
-    """Also with scalars, strided and empty parameters; one with an optional output serves both kinds."""
+    """Also with scalars, strided and empty parameters."""
     model = built(make)
     state = hooked(model, strategy, hook, side.is_sharded)
     optimizer = adamw(model)
@@ -151,21 +157,7 @@ def test_a_hook_written_for_fsdp1_trains_as_the_plain_model(
         outputs = state.taken("output")
         groups = [m for m in model.modules() if isinstance(m, shardwise.FSDPModule)]
         assert len(outputs) == len(groups), "the hook is called once a group and step"
-        assert all((output is None) == (strategy == "ddp") for output in outputs)
-    side.note_parameters(model)
-
-
-@same_as_plain(2)
-def test_a_hook_for_both_kinds_serves_a_model_of_mixed_strategies(side: Side) -> None:
-    """One block replicated among sharded ones: a hook for both is called with what each needs."""
-    model = built(even_tower)
-    state = hooked(model, "zero3", either, side.is_sharded, overrides={"blocks.1": "ddp"})
-    optimizer = adamw(model)
-    for step in range(2):
-        side.step(model, optimizer, step)
-        outputs = state.taken("output")
-        if side.is_sharded:
-            assert (len(outputs), outputs.count(None)) == (4, 1)
+        assert outputs.count(None) == {"ddp": len(groups), "mixed": side.is_sharded}.get(strategy, 0)
     side.note_parameters(model)
 
 
@@ -240,19 +232,18 @@ def test_a_hook_is_called_once_a_dtype_that_has_gradients(side: Side, strategy: 
             assert sorted(map(str, state.taken("dtype"))) == 2 * ["torch.float32"] + 2 * ["torch.float64"]
 
 
-def dtypes_seen(strategy: str, **dtypes: torch.dtype) -> set[torch.dtype]:
-    model = built(even_tower).float()
-    state = hooked(model, strategy, mp_policy=MixedPrecisionPolicy(**dtypes))
-    model(random_batch(0, 4).float()).sum().backward()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    return set(state.taken("dtype"))
-
-
 @both_kinds
-def test_a_hook_gets_the_dtype_of_reduction(world2: World, strategy: str) -> None:
-    low, high = torch.bfloat16, torch.float32
-    assert world2.run(dtypes_seen, strategy, param_dtype=low) == [{low}] * 2
-    assert world2.run(dtypes_seen, strategy, param_dtype=low, reduce_dtype=high) == [{high}] * 2
+@on_ranks(2)
+def test_a_hook_gets_the_dtype_of_reduction(strategy: str) -> None:
+    for dtypes, seen in (
+        ({"param_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32),
+    ):
+        model = built(even_tower).float()
+        state = hooked(model, strategy, mp_policy=MixedPrecisionPolicy(**dtypes))
+        model(random_batch(0, 4).float()).sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        assert set(state.taken("dtype")) == {seen}
 
 
 # --- when it is called ----------------------------------------------------------------------------
@@ -771,7 +762,6 @@ def refused(strategy: str, state: Any, hook: Any, overrides: Any = None) -> tupl
     return text, len(right.calls) == 4
 
 
-MIXED = {"blocks.1": "ddp"}
 REFUSED: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     # What is passed to `refused`, and words of the message: a hook of another signature, ...
     "no output": (("zero3", None, sums), ("TypeError: register_comm_hook: ", "Tower", "grad")),
@@ -866,18 +856,12 @@ def test_no_hook_is_registered_while_gradients_wait() -> None:
     assert calls == 4
 
 
-@pytest.mark.parametrize(
-    ("make", "args", "kwargs", "word"),
-    [
-        (LowPrecisionReduction, (torch.int8,), {}, "dtype"),
-        (QuantizedReduction, (), {"block_size": 0}, "block_size"),
-        (QuantizedReduction, (), {"block_size": 1.5}, "block_size"),
-        (QuantizedReduction, (), {"error_feedback": 1}, "error_feedback"),
-    ],
-)
-def test_values_that_a_ready_made_hook_cannot_use_are_refused_by_name(
-    make: Any, args: Any, kwargs: Any, word: str
-) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        make(*args, **kwargs)
-    assert_says(str(caught.value), f"{make.__name__}: {word}")
+def test_values_that_a_ready_made_hook_cannot_use_are_refused_by_name() -> None:
+    for make, options in (
+        (LowPrecisionReduction, {"dtype": torch.int8}),
+        (QuantizedReduction, {"block_size": 0}),
+        (QuantizedReduction, {"block_size": 1.5}),
+        (QuantizedReduction, {"error_feedback": 1}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"{make.__name__}: {next(iter(options))}"):
+            make(**options)
