@@ -119,9 +119,6 @@ REFUSED |= {
     "what is around what torch has sharded": refused(
         shard_root, "Tower: blocks.1", "torch's fully_shard", **BLOCK_OF_TORCHS
     ),
-    "what is sharded here, by torch": refused(
-        peer.fully_shard, "fully_shard has already been applied", **AGAIN
-    ),
     "what is sharded here, by torch's replicate": refused(
         replicate, "replicate has already been applied", **AGAIN
     ),
@@ -198,9 +195,6 @@ REFUSED |= {
         A_REMEDY,
         **SPARSE,
     ),
-    "a DTensor of a block on a mesh that cannot be joined": refused(
-        shard_block_1, "Block", "up.special", **OF_NO_MESH
-    ),
     "a DTensor on a mesh that cannot be joined": refused(
         shard_root, "Tower", "blocks.1.up.special", *IS_A_DTENSOR, **OF_NO_MESH
     ),
@@ -217,26 +211,21 @@ def lazy_tower() -> nn.Module:
     return LazyTower().double()
 
 
-def shard_after_a_forward(model: nn.Module) -> None:
-    torch.manual_seed(1)
-    model(random_batch(0, 1))
-    shard_bottom_up(model)
-
-
-def initialised_lazy_tower() -> nn.Module:
-    model = lazy_tower()
+def initialise(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     model(random_batch(0, 1))
     return model
 
 
-LAZY = {"build": lazy_tower, "then": shard_after_a_forward, "plain": initialised_lazy_tower}
-NO_SHAPE = (
-    "is not initialised: the module is lazy and does not know its shape yet. "
-    "Run one forward before fully_shard."
-)
 REFUSED |= {
-    "a lazy module": refused(shard_root, f"ValueError: LazyTower: inlet.weight {NO_SHAPE}", **LAZY),
+    "a lazy module": refused(
+        shard_root,
+        "ValueError: LazyTower: inlet.weight is not initialised: the module is lazy and does not know its shape "
+        "yet. Run one forward before fully_shard.",
+        build=lazy_tower,
+        then=lambda model: shard_bottom_up(initialise(model)),
+        plain=lambda: initialise(lazy_tower()),
+    ),
 }
 
 
@@ -285,8 +274,8 @@ def two_holders_of_one_layer() -> nn.Module:
 
 def two_holders_each_sharded() -> nn.Module:
     model = two_holders_of_one_layer()
-    fully_shard(model[0])
-    fully_shard(model[1])
+    for holder in model:
+        fully_shard(holder)
     return model
 
 
@@ -347,22 +336,14 @@ def partly_meta_tower() -> nn.Module:
     return model
 
 
-def give_values(model: nn.Module) -> None:
-    model.to_empty(device="cpu")
+def give_values(model: nn.Module) -> nn.Module:
     with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(0.125)
-
-
-def tower_with_values() -> nn.Module:
-    model = tower()
-    with torch.no_grad():
-        for param in model.parameters():
+        for param in model.to_empty(device="cpu").parameters():
             param.fill_(0.125)
     return model
 
 
-NO_VALUES = {"then": give_values, "plain": tower_with_values}
+NO_VALUES = {"then": give_values, "plain": lambda: give_values(tower())}
 META = {"build": meta_tower, **NO_VALUES}
 WITHOUT_VALUES = ("RuntimeError", "meta", "blocks.0.norm.weight", "materialize")
 REFUSED |= {
@@ -397,34 +378,25 @@ class Immovable(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def tower_with_an_immovable_buffer() -> nn.Module:
+@on_ranks(1)
+def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was() -> None:
     model = tower()
     model.blocks[0].register_buffer("first", torch.ones(2, dtype=torch.float64))
     model.blocks[1].register_buffer("second", torch.ones(2, dtype=torch.float64).as_subclass(Immovable))
-    return model
-
-
-def shard_with_bfloat16_buffers(model: nn.Module) -> None:
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
-
-
-@on_ranks(1)
-def test_buffers_that_cannot_be_cast_leave_the_model_as_it_was() -> None:
-    model = tower_with_an_immovable_buffer()
     before = [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
     with pytest.raises(MemoryError):
-        shard_with_bfloat16_buffers(model)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
     assert before == [*map(type, model.modules()), *map(id, (*model.parameters(), *model.buffers()))]
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 ON_TWO_RANKS = {
-    *("a DTensor on a mesh that cannot be joined", "a forward without values", "a tie across meshes"),
-    *(
-        "a layer in two sharded modules without one around both",
-        "a tie with a parameter of an unsharded group",
-    ),
+    "a DTensor on a mesh that cannot be joined",
+    "a forward without values",
+    "a layer in two sharded modules without one around both",
+    "a tie across meshes",
+    "a tie with a parameter of an unsharded group",
 }
 
 
