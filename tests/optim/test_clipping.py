@@ -16,7 +16,7 @@ import torch.distributed as dist
 from comparing import alike, assert_all_same, assert_as_plain
 from expecttest import assert_expected_inline
 from harness import World
-from meshed import Layout, layout_inputs, refusal
+from meshed import Layout, layout_inputs, outcome, refusal
 from models import WIDTH, Block, built, even_tower, shard_tower, uneven_tower
 from on_ranks import on_ranks
 from reference import full, mean_of_squares
@@ -136,14 +136,13 @@ def clipped(layout: Layout | None, build: Any, **options: Any) -> dict[str, Any]
 UNEVEN = SIZES["uneven"]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layout", "build"),
     [
         (LINES[1], even_tower),
-        *((LINES[size], uneven_tower) for size in (2, 3, 4)),
-        *((layout, uneven_tower) for layout in (SQUARE, COPIES, TALL)),
-        (TWO_D, Run(plan="mlps", sizes=UNEVEN)),
+        (LINES[3], uneven_tower),
+        (SQUARE, uneven_tower),
+        (COPIES, uneven_tower),
         (THREE_D, Run(plan="mlps", sizes=UNEVEN)),
         (TWO_D, Run(plan="everything", sizes=UNEVEN)),
         (TP_FIRST, Run(plan="sequences", sizes=UNEVEN)),
@@ -255,38 +254,34 @@ def test_dtypes_go_together(world2: World) -> None:
     assert wide["norm 2.0"].dtype == torch.float64
 
 
-def slices_of(kind: float) -> tuple[Tensor, Tensor]:
-    """Ranks that no mesh connects hold different things under the same parameter."""
-    rank = dist.get_rank()
-    mesh = TWO_D.mesh()["dp"]
-    dense = Given((6,), LINES[4], ROWS)
-    expert = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, ROWS, src_data_rank=None).double())
-    value = torch.full((3,), 1.0 + rank % 2, dtype=torch.float64)  # ranks 0, 2 and ranks 1, 3
-    expert.grad = distribute_tensor(value, mesh, ROWS, src_data_rank=None)
-    (param,) = params_of([dense])
-    return clip_grad_norm_([param, expert], 1.0, kind), expert.grad.to_local()
-
-
-def plain_of_each_rank(kind: float) -> tuple[Tensor, Tensor]:
+def own_beside_shared(kind: float, is_slice: bool) -> tuple[Tensor, Tensor]:
+    """Ranks that no mesh connects hold different things under one parameter: a slice, or a plain one of each rank."""
     (param,) = params_of([Given((6,), LINES[4], ROWS)])
-    own = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    own.grad = torch.full((3,), 0.5 * (1 + dist.get_rank()), dtype=torch.float64)
-    return clip_grad_norm_([param, own], 1.0, kind), own.grad
+    own, value = torch.zeros(3, dtype=torch.float64), own_value(dist.get_rank(), is_slice)
+    gradient = torch.full_like(own, value)
+    if is_slice:
+        mesh = TWO_D.mesh()["dp"]
+        own, gradient = (distribute_tensor(each, mesh, ROWS, src_data_rank=None) for each in (own, gradient))
+    other = nn.Parameter(own)
+    other.grad = gradient
+    return clip_grad_norm_([param, other], 1.0, kind), dtensor.plain(other.grad)
 
 
-@pytest.mark.parametrize("program", [slices_of, plain_of_each_rank])
-@pytest.mark.parametrize("kind", [1.0, 2.0, INF])
+def own_value(rank: int, is_slice: bool) -> float:
+    return 1.0 + rank % 2 if is_slice else 0.5 * (1 + rank)
+
+
+@pytest.mark.parametrize("is_slice", [True, False])
+@pytest.mark.parametrize("kind", [1.0, INF])
 def test_where_gradients_differ_by_rank_the_largest_counts(
-    world4: World, kind: float, program: Callable[[float], tuple[Tensor, Tensor]]
+    world4: World, kind: float, is_slice: bool
 ) -> None:
     (param,) = params_of([Given((6,))])
     expected = torch.linalg.vector_norm(torch.cat([param.grad, torch.full((3,), 2.0)]), kind)
-    ranks = world4.run(program, kind)
-    for rank, (norm, gradient) in enumerate(ranks):
+    for rank, (norm, gradient) in enumerate(world4.run(own_beside_shared, kind, is_slice)):
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        assert torch.equal(norm, ranks[0][0])
-        value = 1.0 + rank % 2 if program is slices_of else 0.5 * (1 + rank)
-        assert gradient.tolist() == pytest.approx([value / (expected.item() + 1e-6)] * len(gradient))
+        value = own_value(rank, is_slice) / (expected.item() + 1e-6)
+        assert gradient.tolist() == pytest.approx([value] * len(gradient))
 
 
 @pytest.mark.parametrize(
@@ -414,18 +409,17 @@ def test_where_reading_waits_ranks_read_only_what_is_new_to_them(world2: World) 
     assert "different parameters: c (not on rank 1), d (not on rank 0)." in first[3]
 
 
-def clipped_by_stage(kind: float) -> Tensor:
+def clipped_by_stage() -> Tensor:
     own = dist.get_rank() % 2
     stages = nn.ModuleList(nn.Linear(4, 4 + index) for index in range(2)).double()
     fully_shard(stages[own], mesh=TWO_D.mesh()["dp"])
     stages[own](torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return clip_grad_norm_(stages[own], 0.1, kind)
+    return clip_grad_norm_(stages[own], 0.1)
 
 
 def test_lists_of_ranks_that_no_mesh_connects_may_differ(world4: World) -> None:
-    norms = world4.run(clipped_by_stage, 2.0)
-    assert norms[0] == norms[2]
-    assert norms[1] == norms[3]
+    norms = world4.run(clipped_by_stage)
+    assert norms[:2] == norms[2:]
     assert norms[0] != norms[1]
 
 
@@ -477,23 +471,16 @@ def test_it_may_differ_where_equal_meshes_have_different_process_groups() -> Non
     torch.testing.assert_close(norm, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("limit", [100.0, 1.5, 0.0, INF])
 @on_ranks(2)
-def test_only_what_is_above_the_limit_is_scaled() -> None:
-    found = []
-    for limit in (100.0, 1.5, 0.0, INF):
-        params = params_of([Given((5, 3), LINES[2], ROWS), Given((2,))])
-        before = [dtensor.plain(param.grad).clone() for param in params]
-        norm = clip_grad_norm_(params, limit)
-        after = clip_grad_norm_(params, INF)
-        same = all(torch.equal(dtensor.plain(p.grad), b) for p, b in zip(params, before, strict=True))
-        found.append((norm.item(), after.item(), same))
-    below, above, zero, unlimited = found
-    for norm, after, same in (below, unlimited):
-        assert norm == after
-        assert same
-    assert above[1] == pytest.approx(1.5, rel=1e-6)
-    assert above[0] == below[0] > 1.5
-    assert zero[1:] == (0.0, False)
+def test_only_what_is_above_the_limit_is_scaled(limit: float) -> None:
+    params = params_of([Given((5, 3), LINES[2], ROWS), Given((2,))])
+    before = [dtensor.plain(param.grad).clone() for param in params]
+    norm = clip_grad_norm_(params, limit)
+    assert norm > 1.5
+    assert clip_grad_norm_(params, INF).item() == pytest.approx(min(norm.item(), limit), rel=1e-6)
+    is_same = all(torch.equal(dtensor.plain(p.grad), b) for p, b in zip(params, before, strict=True))
+    assert is_same is (limit >= 100.0)
 
 
 # --- the wire -------------------------------------------------------------------------------------
@@ -520,19 +507,16 @@ WIRES: dict[str, tuple[Any, list[int]]] = {
     "hybrid": ((SQUARE, uneven_tower), [8]),
     "replicated": ((COPIES, uneven_tower), []),
     "hybrid_of_one_shard": ((TALL, uneven_tower), []),
-    "hybrid_of_one_replica": ((Layout((1, 4)), uneven_tower), [16]),
     "mlps": ((TWO_D, Run(plan="mlps")), [8, 8]),  # biases of `down` are on both, but sharded over dp
     "all_on_both": ((TWO_D, Run(plan="everything")), [8, 8]),
-    "only_plain": ([PLAIN, PLAIN], []),
     "plain_beside_sharded": ([PLAIN, Given((4,), LINES[4], ROWS), PLAIN], [16]),
     "plain_beside_replicated": ([PLAIN, Given((4,), COPIES, (Replicate(),))], [16]),
-    "same_ranks": ([Given((4,), LINES[4], ROWS), Given((4,), COPIES, ROWS)], [16]),
     "two_meshes": ([Given((4,), LINES[4], ROWS), Given((4,), SQUARE, (Shard(0),) * 2)], [16, 8, 8]),
 }
 
 
 @on_ranks(4)
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WIRES)
 def test_there_is_one_small_all_reduce_for_each_dimension_that_matters(name: str) -> None:
     what, numels = WIRES[name]
@@ -571,7 +555,7 @@ def test_many_numbers_in_float32_have_precise_norms() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_powers_that_leave_the_range_of_numbers_do_no_harm(scale: float) -> None:
     value = torch.tensor([1.0, 2.0, 0.0, 3.0, 3.0]) * scale
     expected = [(sum(n**kind for n in (1, 2, 3, 3))) ** (1 / kind) * scale for kind in (3.5, 50, 500)]
@@ -581,21 +565,16 @@ def test_powers_that_leave_the_range_of_numbers_do_no_harm(scale: float) -> None
 # --- what is not finite ---------------------------------------------------------------------------
 
 
-def infected(layout: Layout, rank: int, names: list[str], value: float, **how: Any) -> tuple[str, bool]:
-    model = model_on(layout, even_tower)
+def infected(rank: int, names: list[str], value: float, **how: Any) -> tuple[str, bool]:
+    model = model_on(LINES[2], even_tower)
     if dist.get_rank() == rank:
         for name in names:
             dtensor.local_tensor(model.get_parameter(name).grad)[0] = value
-    before = [dtensor.plain(param.grad).clone() for param in model.parameters()]
-    try:
-        norm = clip_grad_norm_(model, 1.0, **how)
-    except RuntimeError as error:
-        text = str(error)
-    else:
-        return repr(norm), False
-    after = [dtensor.plain(param.grad) for param in model.parameters()]
-    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, before, strict=True))
-    return text, same
+    before = [dtensor.plain(param.grad).clone().nan_to_num() for param in model.parameters()]
+    norms: list[Tensor] = []
+    text = outcome(lambda: norms.append(clip_grad_norm_(model, 1.0, **how)))
+    after = [dtensor.plain(param.grad).nan_to_num() for param in model.parameters()]
+    return repr(norms[0]) if norms else text, all(map(torch.equal, after, before))
 
 
 BAD = ["inlet.bias", *(f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("norm", "up", "down"))]
@@ -603,27 +582,27 @@ BAD = ["inlet.bias", *(f"blocks.{i}.{name}.weight" for i in (0, 1) for name in (
 
 def test_a_norm_that_is_not_finite_is_refused_on_all_ranks(world2: World) -> None:
     (clean, is_unchanged), (infectious, is_unchanged_too) = world2.run(
-        infected, LINES[2], 1, BAD, math.nan, error_if_nonfinite=True
+        infected, 1, BAD, math.nan, error_if_nonfinite=True
     )
     assert is_unchanged
     assert is_unchanged_too
     assert_expected_inline(
         clean,
-        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. No gradient on this rank is infinite or NaN: other ranks name theirs, or the norm overflows. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+        """RuntimeError: clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. No gradient on this rank is infinite or NaN: other ranks name theirs, or the norm overflows. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
     )
     assert_expected_inline(
         infectious,
-        """clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. On this rank it comes from inlet.bias, blocks.0.norm.weight, blocks.0.up.weight, blocks.0.down.weight and 3 more. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
+        """RuntimeError: clip_grad_norm_: the norm of the gradients (norm_type=2.0) is nan; scaling by it would leave zeros and NaN. On this rank it comes from inlet.bias, blocks.0.norm.weight, blocks.0.up.weight, blocks.0.down.weight and 3 more. All ranks raise this, and gradients are as they were: skip the step, or pass error_if_nonfinite=False to scale all the same.""",
     )
 
 
-@pytest.mark.thin(10)
-@pytest.mark.parametrize("value", [math.nan, INF])
-@pytest.mark.parametrize("kind", [0.5, 1, 2, 50, INF])
+@pytest.mark.parametrize(
+    ("kind", "value"), [(0.5, math.nan), (1, INF), (2, math.nan), (50, math.nan), (INF, math.nan)]
+)
 def test_what_is_not_finite_reaches_the_norm_of_all_ranks(world2: World, kind: float, value: float) -> None:
     """gloo's maximum keeps or loses a NaN by its place."""
     for rank in (0, 1):
-        for norm, _ in world2.run(infected, LINES[2], rank, BAD[:1], value, norm_type=kind):
+        for norm, _ in world2.run(infected, rank, BAD[:1], value, norm_type=kind):
             assert norm == f"tensor({value}, dtype=torch.float64)"
 
 
@@ -664,26 +643,24 @@ def test_parameters_from_before_fully_shard_are_refused() -> None:
 
 
 PARAM = nn.Parameter(torch.zeros(2))
-WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    ((3, 1.0), {}, "TypeError: clip_grad_norm_: expected a module, a parameter or an iterable of parameters"),
-    (([PARAM, "x"], 1.0), {}, "TypeError: clip_grad_norm_: at [1] of the iterable is 'x', a str"),
-    ((nn.Linear(1, 1).named_parameters(), 1.0), {}, "TypeError: clip_grad_norm_: at [0] of the iterable is a"),
-    (([PARAM], "1"), {}, "TypeError: clip_grad_norm_: max_norm is '1', a str"),
-    (([PARAM], True), {}, "TypeError: clip_grad_norm_: max_norm is True"),
-    (([PARAM], -1.0), {}, "ValueError: clip_grad_norm_: max_norm is -1.0"),
-    (([PARAM], math.nan), {}, "ValueError: clip_grad_norm_: max_norm is nan"),
-    (([PARAM], torch.tensor(math.nan)), {}, "ValueError: clip_grad_norm_: max_norm is nan"),
-    (([PARAM], 1.0, 0), {}, "ValueError: clip_grad_norm_: norm_type is 0"),
-    (([PARAM], 1.0, math.nan), {}, "ValueError: clip_grad_norm_: norm_type is nan"),
-    (([PARAM], 1.0, "fro"), {}, "ValueError: clip_grad_norm_: norm_type is 'fro'"),
-    (([PARAM], 1.0, True), {}, "ValueError: clip_grad_norm_: norm_type is True"),
-    (([PARAM], 1.0), {"foreach": 1}, "TypeError: clip_grad_norm_: foreach is 1"),
-]  # fmt: skip
+WRONG: list[tuple[tuple[Any, ...], str]] = [
+    ((3, 1.0), "TypeError: clip_grad_norm_: expected a module, a parameter or an iterable of parameters"),
+    (([PARAM, "x"], 1.0), "TypeError: clip_grad_norm_: at [1] of the iterable is 'x', a str"),
+    (([PARAM], "1"), "TypeError: clip_grad_norm_: max_norm is '1', a str"),
+    (([PARAM], True), "TypeError: clip_grad_norm_: max_norm is True"),
+    (([PARAM], -1.0), "ValueError: clip_grad_norm_: max_norm is -1.0"),
+    (([PARAM], torch.tensor(math.nan)), "ValueError: clip_grad_norm_: max_norm is nan"),
+    (([PARAM], 1.0, 0), "ValueError: clip_grad_norm_: norm_type is 0"),
+    (([PARAM], 1.0, math.nan), "ValueError: clip_grad_norm_: norm_type is nan"),
+    (([PARAM], 1.0, "fro"), "ValueError: clip_grad_norm_: norm_type is 'fro'"),
+    (([PARAM], 1.0, True), "ValueError: clip_grad_norm_: norm_type is True"),
+    (([PARAM], 1.0, 2.0, False, 1), "TypeError: clip_grad_norm_: foreach is 1"),
+]
 
 
-@pytest.mark.parametrize(("args", "kwargs", "text"), WRONG, ids=[text for *_, text in WRONG])
-def test_arguments_that_cannot_be_meant_are_refused(args: Any, kwargs: Any, text: str) -> None:
-    assert refusal(clip_grad_norm_, *args, **kwargs).startswith(text)
+def test_arguments_that_cannot_be_meant_are_refused() -> None:
+    for args, text in WRONG:
+        assert refusal(clip_grad_norm_, *args).startswith(text)
 
 
 def with_gradients(*values: float | None) -> list[nn.Parameter]:
@@ -705,12 +682,9 @@ def test_whatever_holds_parameters_is_taken() -> None:
         norm = clip_grad_norm_(nothing, 1.0, error_if_nonfinite=True)
         assert torch.equal(norm, torch.tensor(0.0))
         assert norm.dtype == torch.float32
-
-
-def test_inf_as_limit_measures_and_changes_nothing() -> None:
-    params = with_gradients(INF, 1.0)
-    assert clip_grad_norm_(params, INF) == INF
-    assert [param.grad.item() for param in params] == [INF, 1.0]
+    infinite = with_gradients(INF, 1.0)
+    assert clip_grad_norm_(infinite, INF) == INF
+    assert [param.grad.item() for param in infinite] == [INF, 1.0]
 
 
 def embedded(is_sharded: bool, kind: Any) -> dict[str, Any]:

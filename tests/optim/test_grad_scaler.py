@@ -176,33 +176,29 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", KINDS)
-def test_what_overflows_on_one_rank_is_skipped_on_all(world4: World, name: str) -> None:
-    kinds = KINDS[name]
-    for overflow in OVERFLOWS:
-        expected = training(None, kinds, in_plain(overflow))
+FLAT = {ranks: Layout((1, ranks)) for ranks in (1, 2, 3)}
+CASES: list[tuple[Layout, str, str, dict[str, Any]]] = [
+    *((SQUARE, name, "SGD", {}) for name in KINDS),
+    *((layout, name, "SGD", {}) for layout in FLAT.values() for name in ("zero3", "replicated_then_sharded")),
+    (FLAT[2], "zero3", "Adam", {"foreach": True}),
+    (FLAT[2], "zero3", "AdamW", {"foreach": False}),
+    (FLAT[2], "zero3", "Adam", {"fused": True}),
+]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("layout", "name", "make", "options"), CASES, ids=str)
+def test_what_overflows_on_one_rank_is_skipped_on_all(
+    layout: Layout, name: str, make: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """For any kinds of sharding, numbers of ranks, and implementations of Adam."""
+    world, kinds = request.getfixturevalue(f"world{layout.size}"), KINDS[name]
+    for overflow in OVERFLOWS if layout is SQUARE else OVERFLOWS[:3]:
+        expected = training(None, kinds, in_plain(overflow), make, **options)
         scales = [expected[f"scale after step {step}"] for step in range(4)]
         assert scales == [SCALE, 2 * SCALE, 2 * SCALE, 4 * SCALE] or overflow
         assert scales == [SCALE, SCALE / 2, SCALE / 2, SCALE] or not overflow
-        assert_all_same(world4.run(training, SQUARE, kinds, overflow), expected)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("world", [1, 2, 3], indirect=True)
-def test_it_is_so_with_any_number_of_ranks(world: World) -> None:
-    for kinds in (KINDS["zero3"], KINDS["replicated_then_sharded"]):
-        for overflow in [None, ("row", 0, 0), ("row", 1, ROWS - 1)]:
-            assert_as_plain(world, training, Layout((1, world.size)), kinds, overflow)
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("make", ["Adam", "AdamW"])
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-def test_adam_in_all_its_implementations_skips_too(world2: World, make: str, options: dict[str, Any]) -> None:
-    kinds = KINDS["zero3"]
-    for overflow in [None, ("row", 1, ROWS - 1)]:
-        assert_as_plain(world2, training, Layout((1, 2)), kinds, overflow, make, **options)
+        assert_all_same(world.run(training, layout, kinds, overflow, make, **options), expected)
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------

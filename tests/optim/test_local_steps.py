@@ -3,13 +3,15 @@
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
 from meshed import device_mesh
 from on_ranks import on_ranks
+from reference import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,44 +59,52 @@ def both() -> tuple[Any, Any]:
 
 def give_gradients(model: Any, plain: Any, step: int) -> None:
     """As if by backward; in the second step the rows have none."""
-    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        full.grad = shard.grad = None
-        if full.requires_grad and not (step == 1 and full is plain.rows):
-            full.grad = full.detach().cos() + step
+    for shard, param in zip(model.parameters(), plain.parameters(), strict=True):
+        param.grad = shard.grad = None
+        if param.requires_grad and not (step == 1 and param is plain.rows):
+            param.grad = param.detach().cos() + step
             is_sharded = isinstance(shard, DTensor)
             shard.grad = (
-                distribute_tensor(full.grad, shard.device_mesh, shard.placements)
+                distribute_tensor(param.grad, shard.device_mesh, shard.placements)
                 if is_sharded
-                else full.grad.clone()
+                else param.grad.clone()
             )
 
 
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def assert_equal(model: Any, plain: Any) -> None:
-    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(whole(shard), full)
+    for shard, param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(shard), param)
 
 
 def assert_states_equal(
     optimizer: torch.optim.Optimizer, of_plain: torch.optim.Optimizer, model: Any, plain: Any
 ) -> None:
     assert len(optimizer.state) == len(of_plain.state)
-    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        if full not in of_plain.state:
+    for shard, param in zip(model.parameters(), plain.parameters(), strict=True):
+        if param not in of_plain.state:
             continue
-        ours, theirs = optimizer.state[shard], of_plain.state[full]
+        ours, theirs = optimizer.state[shard], of_plain.state[param]
         assert list(ours) == list(theirs)
         for name, value in theirs.items():
             if isinstance(value, Tensor):
                 is_number = name in ("step", "eta", "mu", "mu_product") or not isinstance(shard, DTensor)
                 assert type(ours[name]) is (Tensor if is_number else DTensor), name
                 assert is_number or ours[name].placements == shard.placements
-                assert torch.equal(whole(ours[name]), value), name
+                assert torch.equal(full(ours[name]), value), name
             else:
                 assert ours[name] == value
+
+
+def assert_steps_are_alike(
+    optimizers: list[Any], model: Any, plain: Any, steps: Iterable[int] = (0,), states: bool = True
+) -> None:
+    for step in steps:
+        give_gradients(model, plain, step)
+        for each in optimizers:
+            each.step()
+        assert_equal(model, plain)
+        if states:
+            assert_states_equal(*optimizers, model, plain)
 
 
 class NoDTensors(TorchDispatchMode):
@@ -189,9 +199,9 @@ def test_gradients_and_state_that_are_placed_otherwise_are_left_to_dtensor() -> 
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(3):
         give_gradients(model, plain, step)
-        rows, full = model.rows, plain.rows
-        if full.grad is not None:
-            rows.grad = distribute_tensor(full.grad, rows.device_mesh, [Replicate()])
+        rows, whole = model.rows, plain.rows
+        if whole.grad is not None:
+            rows.grad = distribute_tensor(whole.grad, rows.device_mesh, [Replicate()])
         if step == 2:
             rows.grad = rows.grad.redistribute(placements=rows.placements)
             kept = optimizers[0].state[rows]
@@ -210,11 +220,7 @@ def test_gradients_may_be_placed_otherwise_by_a_hook_before_the_step() -> None:
 
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
     optimizers[0].register_step_pre_hook(replicate)
-    give_gradients(model, plain, 0)
-    for each in optimizers:
-        each.step()
-    assert_equal(model, plain)
-    assert_states_equal(*optimizers, model, plain)
+    assert_steps_are_alike(optimizers, model, plain)
 
 
 def load(optimizer: Any) -> None:
@@ -247,8 +253,8 @@ def test_hooks_before_a_step_may_change_the_optimizer(change: Callable[[Any], No
         give_gradients(model, plain, step)
         for each in optimizers:
             each.step()
-        for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(shard), full)  # fused kernels round the last elements otherwise
+        for shard, param in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(shard), param)  # fused kernels round the last elements otherwise
     assert len(optimizers[0].state) == len(optimizers[1].state)
 
 
@@ -260,13 +266,9 @@ def test_a_method_that_was_replaced_is_called_with_the_optimizer() -> None:
     for each in optimizers:
         own = each._init_group
         each._init_group = lambda *args, own=own: (seen.append(own.__self__), own(*args))[1]
-    for step in range(2):
-        give_gradients(model, plain, step)
-        for each in optimizers:
-            each.step()
-            assert seen.pop() is each
-    assert_equal(model, plain)
-    assert_states_equal(*optimizers, model, plain)
+    assert_steps_are_alike(optimizers, model, plain, range(2))
+    assert all(map(is_, seen, optimizers * 2))
+    assert len(seen) == 4
 
 
 @on_ranks(2)
@@ -274,11 +276,7 @@ def test_a_parameter_that_a_group_has_twice_is_stepped_twice_as_in_plain_torch()
     model, plain = both()
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         optimizers = [torch.optim.AdamW([each.rows, each.row, each.rows], lr=0.1) for each in (model, plain)]
-    for step in (0, 2):
-        give_gradients(model, plain, step)
-        for each in optimizers:
-            each.step()
-    assert_equal(model, plain)
+    assert_steps_are_alike(optimizers, model, plain, steps=(0, 2), states=False)
 
 
 @on_ranks(2)
@@ -294,7 +292,4 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
     assert optimizer.param_groups is groups
     assert all(a is b for a, b in zip(groups[0]["params"], params, strict=True))
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for each in (optimizer, of_plain):
-        each.step()
-    assert_equal(model, plain)
-    assert_states_equal(optimizer, of_plain, model, plain)
+    assert_steps_are_alike([optimizer, of_plain], model, plain)

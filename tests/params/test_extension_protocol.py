@@ -27,10 +27,6 @@ from shardwise import DataParallelMeshDims, fully_shard, materialize
 # --- the classes ----------------------------------------------------------------------------------
 
 
-def scale_of(highest: Tensor) -> Tensor:
-    return highest / 127
-
-
 class Coded(Wrapper):
     """A full weight: int8 codes that travelled, and a scale beside them that did not."""
 
@@ -80,11 +76,11 @@ class Scaled(Wrapper):
         Scaled.asked.append((mesh.size(), mesh.ndim))
         highest = self._master.abs().amax() if self._master.numel() else self._master.new_zeros(())
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh.get_group())
-        codes = (self._master / scale_of(highest)).round().to(torch.int8)
+        codes = (self._master / (highest / 127)).round().to(torch.int8)
         if self.pads:
             chunk = -(-outer_size[0] // mesh.size())
             codes = F.pad(codes, (0, 0, 0, chunk - len(codes)))
-        return (codes,), (scale_of(highest),)
+        return (codes,), (highest / 127,)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -103,7 +99,7 @@ class Padded(Scaled):
 class _RoundAsCoded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        scale = scale_of(weight.abs().amax())
+        scale = weight.abs().amax() / 127
         return (weight / scale).round() * scale
 
     @staticmethod
@@ -115,12 +111,8 @@ class CodedLinear(nn.Linear):
     """A linear layer that computes with what has travelled; plainly, with the same rounding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if rounds_itself(self.weight) else _RoundAsCoded.apply(self.weight)
-        return F.linear(x, weight, self.bias)
-
-
-def rounds_itself(weight: Any) -> bool:
-    return isinstance(weight, Coded)
+        weight: Any = self.weight
+        return F.linear(x, weight if isinstance(weight, Coded) else _RoundAsCoded.apply(weight), self.bias)
 
 
 def model_of(side: Side, kind: type[Scaled], rows: int, device: str = "cpu") -> nn.Module:

@@ -47,9 +47,7 @@ def several_forwards_before_a_backward(side: Side, whose: tuple[str, ...], optio
             side.assert_settled(model)
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(("world", "reshard"), [(1, None), (2, True), (1, False)], indirect=["world"])
 def test_a_model_may_return_parameters_of_any_group(world: World, reshard: bool | None) -> None:
     """Where a block is freed before its model returns, its weights are shards by then."""
     whose = ("inner", "last", "own") if reshard is False else ("own",)

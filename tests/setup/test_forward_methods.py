@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from events import counts, events_of
-from harness import World
 from meshed import refusal
 from models import Block, Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
@@ -34,32 +33,31 @@ def encode_and_go_back(model: Encoder) -> None:
     model.encode(random_batch(0, 4), scale=2.0)["features"].pow(2).mean().backward()
 
 
+def both(times_registered: int = 1) -> tuple[Encoder, Encoder]:
+    """A plain one with gradients, and a sharded one with its method registered."""
+    plain, model = plain_encoder(), shard_tower(plain_encoder())
+    encode_and_go_back(plain)
+    for _ in range(times_registered):
+        register_fsdp_forward_method(model, "encode")
+    return plain, model
+
+
 @pytest.mark.parametrize(("world", "times_registered"), [(1, 1), (2, 2), (3, 1)], indirect=["world"])
 @on_ranks()
 def test_a_registered_method_trains_as_forward_does(times_registered: int) -> None:
-    plain = plain_encoder()
-    encode_and_go_back(plain)
-    model = shard_tower(plain_encoder())
-    for _ in range(times_registered):
-        register_fsdp_forward_method(model, "encode")
-    steps = []
+    plain, model = both(times_registered)
     for _ in range(2):
         model.zero_grad()
         events = events_of(model)
         encode_and_go_back(model)
         assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
-        steps.append((gradients(model), sorted(counts(events, "reduce"))))
-    for got, reduced in steps:
-        assert_close(got, gradients(plain))
-        assert reduced == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
+        assert_close(gradients(model), gradients(plain))
+        assert sorted(counts(events, "reduce")) == ["Encoder", "blocks.0", "blocks.1", "blocks.2"]
 
 
 @on_ranks(2)
 def test_a_registered_method_of_a_copy_runs_on_the_copy() -> None:
-    plain = plain_encoder()
-    encode_and_go_back(plain)
-    model = shard_tower(plain_encoder())
-    register_fsdp_forward_method(model, "encode")
+    plain, model = both()
     twin = copy.deepcopy(model)
     encode_and_go_back(twin)
     assert_close(gradients(twin), gradients(plain))
@@ -68,18 +66,12 @@ def test_a_registered_method_of_a_copy_runs_on_the_copy() -> None:
 
 @on_ranks(2)
 def test_after_an_exception_in_a_registered_method_the_next_call_is_sound() -> None:
-    plain = plain_encoder()
-    encode_and_go_back(plain)
-    model = shard_tower(plain_encoder())
-    register_fsdp_forward_method(model, "encode")
-    with pytest.raises(LookupError) as caught:
+    plain, model = both()
+    with pytest.raises(LookupError, match="inside of encode"):
         model.encode(random_batch(0, 4), fail=True)
-    seen = names_of_dtensors(model)
+    assert set(ROOT) <= set(names_of_dtensors(model))
     encode_and_go_back(model)
-    got = gradients(model)
-    assert str(caught.value) == "inside of encode"
-    assert set(ROOT) <= set(seen)
-    assert_close(got, gradients(plain))
+    assert_close(gradients(model), gradients(plain))
 
 
 class RunsItsBlocksByMethod(Tower):
@@ -102,47 +94,31 @@ class RunByMethod(Block):
         return self.down(self.up(self(x))), 2 * self(x)
 
 
-def runs_by_method(is_sharded: bool) -> tuple[dict[str, Tensor | None], dict[str, int]]:
-    model = built(RunsItsBlocksByMethod, seed=0)
-    events: list[str] = []
-    if is_sharded:
-        shard_tower(model)
-        for block in model.blocks:
-            register_fsdp_forward_method(block, "run")
-        events = events_of(model)
-    backward(model)
-    return gradients(model), counts(events, "reduce")
-
-
-def test_blocks_that_are_run_by_a_registered_method_train(world2: World) -> None:
-    expected, _ = runs_by_method(is_sharded=False)
-    for got, reduced in world2.run(runs_by_method, is_sharded=True):
-        assert_close(got, expected)
-        assert set(reduced.values()) == {1}
-        assert len(reduced) == 4
+@on_ranks(2)
+def test_blocks_that_are_run_by_a_registered_method_train() -> None:
+    plain, model = built(RunsItsBlocksByMethod, seed=0), built(RunsItsBlocksByMethod, seed=0)
+    shard_tower(model)
+    for block in model.blocks:
+        register_fsdp_forward_method(block, "run")
+    events = events_of(model)
+    for each in (plain, model):
+        backward(each)
+    assert_close(gradients(model), gradients(plain))
+    assert list(counts(events, "reduce").values()) == [1] * 4
 
 
 @on_ranks(1)
 def test_registering_a_method_changes_this_module_only() -> None:
     model, other, unsharded = shard_tower(plain_encoder()), shard_tower(plain_encoder()), plain_encoder()
     before = dict(vars(unsharded))
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(unsharded, "encode")
-    assert {
-        "name": model.encode.__name__,
-        "other instance": "encode" in vars(other),
-        "unsharded": vars(unsharded) == before,
-        "result": type(model.encode(random_batch(0, 4))),
-        "forward still works": torch.equal(
-            model(random_batch(0, 4)), model.encode(random_batch(0, 4))["features"]
-        ),
-    } == {
-        "name": "encode",
-        "other instance": False,
-        "unsharded": True,
-        "result": dict,
-        "forward still works": True,
-    }
+    for each in (model, unsharded):
+        register_fsdp_forward_method(each, "encode")
+    assert model.encode.__name__ == "encode"
+    assert "encode" not in vars(other)
+    assert vars(unsharded) == before
+    result = model.encode(random_batch(0, 4))
+    assert type(result) is dict
+    assert torch.equal(model(random_batch(0, 4)), result["features"])
 
 
 class Streaming(Tower):

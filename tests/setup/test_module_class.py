@@ -9,7 +9,6 @@ import pytest
 import torch
 from comparing import assert_equal
 from dynamo import quiet_dynamo
-from harness import World
 from models import Block, Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch import Tensor, nn
@@ -30,43 +29,34 @@ def test_the_class_is_mixed_once_and_is_both() -> None:
     """It prints as before except for the names of classes, is found by its name and travels by pickle."""
     plain, one, other = plain_tower(), sharded_tower(), sharded_tower()
     before = type(plain)
-    facts = {
-        "returned": fully_shard(plain) is plain,
-        "name": (type(one).__name__, one._get_name()),
-        "doc": type(one).__doc__ == Tower.__doc__,
-        "is both": isinstance(one, Tower) and isinstance(one, FSDPModule),
-        "one class for all instances": type(one) is type(other) is type(plain),
-        "blocks share a class": len({type(block) for block in one.blocks}) == 1,
-        "original is untouched": before is Tower and not issubclass(Tower, FSDPModule),
-        "container is untouched": type(one.blocks) is nn.ModuleList,
-        "layer is untouched": type(one.inlet) is nn.Linear,
-        "new instances are plain": type(type(one)(depth=1)) is Tower,
-        "a class of one's own": type(fully_shard(nn.Linear(2, 2))).__name__,
-        "found by name": look_up(one, "Tower") is type(one) and look_up(one, "Block") is type(one.blocks[0]),
-        "pickled": pickle.loads(pickle.dumps(type(one.blocks[0]))) is type(one.blocks[0]),
-        "prints": str(one),
-    }
+    fully_shard(plain)
+    kind, block = type(one), type(one.blocks[0])
+    assert (kind.__name__, one._get_name(), kind.__doc__) == ("Tower", "Tower", Tower.__doc__)
+    assert issubclass(kind, Tower)
+    assert issubclass(kind, FSDPModule)
+    assert kind is type(other) is type(plain)
+    assert {type(each) for each in one.blocks} == {block}
+    assert before is Tower
+    assert not issubclass(Tower, FSDPModule)
+    assert (type(one.blocks), type(one.inlet)) == (nn.ModuleList, nn.Linear)  # which are not sharded
+    assert type(kind(depth=1)) is Tower
+    assert type(fully_shard(nn.Linear(2, 2))).__name__ == "Linear"
+    assert (look_up(one, "Tower"), look_up(one, "Block")) == (kind, block)
+    assert pickle.loads(pickle.dumps(block)) is block
     prints = str(plain_tower()).replace("Tower(", "FSDPTower(").replace(" Block(", " FSDPBlock(")
     assert "(0-2): 3 x FSDPBlock(" in prints
-    assert facts == {
-        **dict.fromkeys(facts, True),
-        "name": ("Tower", "Tower"),
-        "a class of one's own": "Linear",
-        "prints": prints,
-    }
+    assert str(one) == prints
 
 
-@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("kind", [tuple, list])
 @on_ranks(1)
-def test_what_is_given_is_returned(as_tuple: bool) -> None:
+def test_what_is_given_is_returned(kind: Callable[[Any], Any]) -> None:
     model = plain_tower()
-    blocks: Any = tuple(model.blocks) if as_tuple else list(model.blocks)
-    assert [
-        fully_shard(blocks) is blocks,
-        all(block is mine for block, mine in zip(blocks, model.blocks, strict=True)),
-        all(isinstance(block, FSDPModule) for block in blocks),
-        fully_shard(model) is model,
-    ] == [True] * 4
+    blocks = kind(model.blocks)
+    assert fully_shard(blocks) is blocks
+    assert blocks == kind(model.blocks)
+    assert all(isinstance(block, FSDPModule) for block in blocks)
+    assert fully_shard(model) is model
 
 
 T = TypeVar("T")
@@ -198,26 +188,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def gradients_of_each(is_sharded: bool) -> dict[str, dict[str, Tensor | None]]:
-    found = {}
+@on_ranks(2)
+def test_modules_of_any_class_and_make_train_as_plain_ones() -> None:
     for name, make in MODELS.items():
-        model = built(make, seed=0)
-        if is_sharded:
-            cls = type(getattr(model, "blocks", [model])[0])
-            shard_tower(model) if hasattr(model, "blocks") else fully_shard(model)
-            first = getattr(model, "blocks", [model])[0]
-            assert isinstance(first, cls)
-            assert isinstance(first, FSDPModule)
-            assert type(first).__name__ == cls.__name__
-        backward(model.train())
-        found[name] = gradients(model)
-    return found
-
-
-def test_modules_of_any_class_and_make_train_as_plain_ones(world2: World) -> None:
-    expected = gradients_of_each(is_sharded=False)
-    for got in world2.run(gradients_of_each, is_sharded=True):
-        assert_equal(got, expected, atol=1e-10)
+        plain, model = built(make, seed=0), built(make, seed=0)
+        cls = type(getattr(model, "blocks", [model])[0])
+        shard_tower(model) if hasattr(model, "blocks") else fully_shard(model)
+        first = getattr(model, "blocks", [model])[0]
+        assert isinstance(first, cls)
+        assert isinstance(first, FSDPModule)
+        assert type(first).__name__ == cls.__name__
+        for each in (plain, model):
+            backward(each.train())
+        assert_equal(gradients(model), gradients(plain), name, atol=1e-10)
 
 
 @on_ranks(1)
@@ -227,14 +210,8 @@ def test_attributes_and_overridden_methods_stay() -> None:
     for block in (slotted, itself, calls, own):
         fully_shard(block)
     calls.eval()
-    assert [slotted.left, slotted.right, itself.extra, calls.was_told, calls.extra_repr(), own.born] == [
-        2.0,
-        "kept",
-        "kept",
-        False,
-        "extra of ''",
-        True,
-    ]
+    assert (slotted.left, slotted.right, itself.extra) == (2.0, "kept", "kept")
+    assert (calls.was_told, calls.extra_repr(), own.born) == (False, "extra of ''", True)
 
 
 # --- containers -----------------------------------------------------------------------------------
@@ -257,33 +234,22 @@ def sharded_sequence() -> nn.Sequential:
 def test_a_sharded_sequential_is_still_a_sequential() -> None:
     model, x = sharded_sequence(), random_batch(0, 4)
     part = model[1:4]
-    facts = {
-        "class": type(model).__name__,
-        "len": len(model),
-        "index": [type(model[i]).__name__ for i in (0, 1, -1)],
-        "iteration": [layer is model[i] for i, layer in enumerate(model)],
-        "slice": (type(part) is nn.Sequential, len(part), part[1] is model[2]),
-        "slice of all": torch.equal(model[:](x), model(x)),
-        "slice runs": torch.equal(part(x), torch.tanh(model[2](torch.tanh(x)))),
-        "contains": model[2] in model,
-    }
+    assert (type(model).__name__, len(model)) == ("Sequential", 5)
+    assert [type(model[i]) for i in (1, 3)] == [nn.Tanh] * 2
+    assert all(layer is model[i] for i, layer in enumerate(model))
+    assert model[-1] is model[4]
+    assert (type(part), len(part)) == (nn.Sequential, 3)
+    assert part[1] is model[2]
+    assert model[2] in model
+    before = model(x)
+    assert torch.equal(model[:](x), before)
+    assert torch.equal(part(x), torch.tanh(model[2](torch.tanh(x))))
     model.append(nn.Softplus())
-    facts["appended"] = len(model), torch.equal(model(x), nn.functional.softplus(model[:-1](x)))
+    assert torch.equal(model(x), nn.functional.softplus(before))
     model.insert(1, nn.Identity())
     model.pop(-1)
-    facts["inserted and popped"] = len(model), torch.equal(model(x), sharded_sequence()(x))
-    assert facts == {
-        "class": "Sequential",
-        "len": 5,
-        "index": ["Linear", "Tanh", "Linear"],
-        "iteration": [True] * 5,
-        "slice": (True, 3, True),
-        "slice of all": True,
-        "slice runs": True,
-        "contains": True,
-        "appended": (6, True),
-        "inserted and popped": (6, True),
-    }
+    assert len(model) == 6
+    assert torch.equal(model(x), before)
 
 
 # --- what nn.Module offers ------------------------------------------------------------------------
@@ -311,17 +277,10 @@ def test_buffers_are_left_alone() -> None:
     model = plain_with_buffers()
     before = dict(model.named_buffers())
     shard_tower(model)
-    same = [name for name, buffer in model.named_buffers() if before[name] is buffer]
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
     backward(model)
-    facts = {
-        "same objects": same,
-        "plain tensors": all(type(buffer) is Tensor for buffer in model.buffers()),
-        "values": {name: buffer.clone() for name, buffer in model.named_buffers()},
-    }
-    assert facts["same objects"] == [name for name, _ in plain.named_buffers()]
-    assert facts["plain tensors"]
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(facts["values"][name], buffer), name
+    assert all(type(buffer) is Tensor for buffer in model.buffers())
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 def names_and_shapes(model: nn.Module) -> dict[str, Any]:
@@ -368,16 +327,12 @@ def set_to_eighths(module: nn.Module) -> None:
             module.bias.zero_()
 
 
-def output_after_apply(is_sharded: bool) -> tuple[Tensor, bool]:
-    model = sharded_tower() if is_sharded else plain_tower()
-    if is_sharded:
-        model(random_batch(1, 2))  # what was unsharded before must not be what is used afterwards
-    returned = model.apply(set_to_eighths)
-    return model(random_batch(0, 4)).detach(), returned is model
-
-
-def test_apply_reaches_the_shards_and_forward_sees_it(world2: World) -> None:
-    expected, _ = output_after_apply(is_sharded=False)
-    for output, returns_itself in world2.run(output_after_apply, is_sharded=True):
-        assert returns_itself
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+@on_ranks(2)
+def test_apply_reaches_the_shards_and_forward_sees_it() -> None:
+    plain, model = plain_tower(), sharded_tower()
+    model(random_batch(1, 2))  # what was unsharded before must not be what is used afterwards
+    outputs = []
+    for each in (plain, model):
+        assert each.apply(set_to_eighths) is each
+        outputs.append(each(random_batch(0, 4)))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-12)
