@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import arrangements
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,10 +55,22 @@ def runs_of(optimizer: Any) -> list[int]:
     return sorted(len(run.params) for run in optimizer._plan.runs)
 
 
+def flat_if(side: Side, optimizer: torch.optim.Optimizer) -> Any:
+    return FlatOptimizer(optimizer) if side.is_sharded else optimizer
+
+
 class Kind(OptimizerByName):
     def run(self, is_flat: bool = True, **others: Any) -> Run:
         plain = getattr(torch.optim, self.name)
         return Run(optimizer=partial(flat, self.name) if is_flat else plain, options=self.options, **others)
+
+
+def trained_twice(**others: Any) -> tuple[Run, Any, Any]:
+    """AdamW after two steps."""
+    run = Kind("AdamW").run(**others)
+    model, optimizer = run.start(1)
+    run.train(model, optimizer, 0)
+    return run, model, optimizer
 
 
 BASES = [
@@ -119,11 +132,8 @@ def test_every_kind_steps_as_in_plain_pytorch_and_as_on_dtensors_to_the_bit(
 
 
 def trained_in(way: Way | None, build: str, is_flat: bool) -> dict[str, Any]:
-    from arrangements import built
-
-    model = built(build) if way is None else way.model()
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer: Any = torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+    model = arrangements.built(build) if way is None else way.model()
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     optimizer = FlatOptimizer(optimizer) if is_flat else optimizer
     quiet_dynamo()
     for step in range(2):
@@ -210,18 +220,14 @@ class Even(nn.Module):
 
 @on_ranks(1, 2)
 def test_a_group_is_one_tensor() -> None:
-    run = Kind("AdamW").run(build=Even)
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    *_, optimizer = trained_twice(build=Even)
     assert runs_of(optimizer) == [2, 4, 4]
 
 
 @on_ranks(2)
 def test_uneven_shards_are_joined_across_their_padding() -> None:
     """Rows of 'down' and of 'outlet' that the last rank lacks are too wide a gap."""
-    run = Kind("AdamW").run()
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    *_, optimizer = trained_twice()
     found = runs_of(optimizer)
     assert sum(found) == 13
     assert len(found) < (8, 9)[dist.get_rank()]
@@ -299,9 +305,7 @@ def test_a_profiler_shows_the_step() -> None:
 
 @on_ranks(2)
 def test_state_is_there_once() -> None:
-    run = Kind("AdamW").run()
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    _, model, optimizer = trained_twice()
     assert all(run.flat.grad is None for run in optimizer._plan.runs)  # zero_grad() would not free them
     tensors = [t for values in optimizer._flat_state.values() for t in values.values() if t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -338,9 +342,7 @@ def test_replaced_state_frees_the_flat_one() -> None:
             f"{i} {k}": dtensor.plain(v).clone() for i, values in enumerate(shown) for k, v in values.items()
         }
 
-    run = Kind("AdamW").run(build=Even)
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    *_, optimizer = trained_twice(build=Even)
     before = local_state()
     for values in optimizer.state.values():
         for key in values:
@@ -423,8 +425,7 @@ def test_plain_parameters_and_other_dtensors_are_stepped_beside(
         fully_shard(model.blocks[0], mesh=mesh)
         warnings.filterwarnings("ignore", message=".*ignored_params contains trainable")  # of the same batch
         fully_shard(model, mesh=mesh, ignored_params=ignored)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
+    optimizer = flat_if(side, torch.optim.AdamW(model.parameters(), lr=0.05, **options))
     for step in range(3):
         optimizer.zero_grad()
         model(random_batch(step, 6, 6)).pow(2).mean().backward()
@@ -466,8 +467,7 @@ def test_runs_are_cut_where_groups_differ(side: Side) -> dict[str, Any]:
     blocks = [param for block in model.blocks for param in block.parameters()]
     matrices, others = ([p for p in blocks if (p.dim() > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "betas": (0.5, 0.9)}]
-    optimizer: Any = torch.optim.AdamW(groups, lr=0.05)
-    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
+    optimizer = flat_if(side, torch.optim.AdamW(groups, lr=0.05))
     run.train(model, optimizer, 0)
     optimizer.add_param_group({"params": model.outlet.parameters(), "lr": 0.3})
     run.train(model, optimizer, 2)
@@ -478,20 +478,6 @@ def test_runs_are_cut_where_groups_differ(side: Side) -> dict[str, Any]:
 
 
 # --- the user's side ------------------------------------------------------------------------------
-
-
-@same_as_plain(2)
-def test_a_state_that_is_placed_otherwise_is_taken_over(side: Side) -> dict[str, Any]:
-    run = Kind("AdamW", {"lr": 0.05}).run(side.is_sharded)
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0, 1)
-    if side.is_sharded:
-        states = [state for state in optimizer.state.values() if "exp_avg" in state]
-        assert states
-        for state in states:
-            state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
-    run.train(model, optimizer, 1)
-    return everything(model, optimizer)
 
 
 @same_as_plain(2)
@@ -601,8 +587,8 @@ def test_models_may_be_converted(side: Side) -> dict[str, Any]:
 def test_more_may_be_sharded_later(side: Side) -> dict[str, Any]:
     model = built(Net, seed=1)
     side.shard(*model.blocks)
-    optimizer: Any = torch.optim.AdamW([p for block in model.blocks for p in block.parameters()], lr=0.05)
-    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
+    params = [param for block in model.blocks for param in block.parameters()]
+    optimizer = flat_if(side, torch.optim.AdamW(params, lr=0.05))
     model.blocks[0](random_batch(0, 6, 6)).pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -682,9 +668,7 @@ def test_a_loaded_state_is_copied() -> None:
 
 @on_ranks(2)
 def test_full_states_go_in_and_out() -> None:
-    run = Kind("AdamW").run()
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    run, model, optimizer = trained_twice()
     model_state, state = shardwise.full_state_dict(model, optimizer)
     is_first = dist.get_rank() == 0
     other, fresh = run.start(2)
@@ -698,9 +682,7 @@ def test_full_states_go_in_and_out() -> None:
 def test_torchs_checkpoints_work(tmp_path: Path) -> None:
     want = trained(Kind("AdamW").run(is_flat=False))
     path = str(tmp_path / "checkpoint")
-    run = Kind("AdamW").run()
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    run, model, optimizer = trained_twice()
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
     other, fresh = run.start(2)
@@ -728,9 +710,7 @@ def test_an_optimizer_may_have_made_steps_before(side: Side) -> dict[str, Any]:
     run = Kind("AdamW").run(is_flat=False)
     model, optimizer = run.start(1)
     run.train(model, optimizer, 0)
-    if side.is_sharded:
-        optimizer = FlatOptimizer(optimizer)
-    run.train(model, optimizer, 2)
+    run.train(model, flat_if(side, optimizer), 2)
     return everything(model, optimizer)
 
 
@@ -825,6 +805,13 @@ def change_state(random: Random, run: Run, model: nn.Module, optimizer: Any) -> 
                 values[key].zero_()
 
 
+def place_state_otherwise(random: Random, run: Run, model: nn.Module, optimizer: Any) -> None:
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            if isinstance(value, DTensor):
+                values[key] = value.redistribute(placements=[Replicate()])
+
+
 def forget_state(random: Random, run: Run, model: nn.Module, optimizer: Any) -> None:
     first, second, *_ = [param for param in model.blocks.parameters() if param.requires_grad]
     if random.random() < 0.2:
@@ -909,6 +896,7 @@ def between_steps(side: Side, kind: Kind, action: Any) -> dict[str, Any]:
 
 CASES = [
     *zip([*ACTIONS, leave_the_group_for_good, cast], cycle(STEPPED)),
+    (place_state_otherwise, STEPPED[0]),
     # Cuts a group into runs, by what the kind keeps.
     *((drop_some_gradients, kind) for kind in STEPPED[1:]),
 ]
@@ -934,8 +922,7 @@ def test_it_steps_as_in_plain_pytorch_in_any_order_of_what_happens(side: Side, s
     model, _ = run.start(1)
     params = list(model.parameters())
     groups = [{"params": params[:5]}, {"params": params[5:], "lr": 0.01}]
-    optimizer: Any = run.optimizer(groups, **run.options)
-    optimizer = FlatOptimizer(optimizer) if side.is_sharded else optimizer
+    optimizer = flat_if(side, run.optimizer(groups, **run.options))
     for number in range(12):
         optimizer.zero_grad(set_to_none=random.random() < 0.8)
         run.loss(model, number).backward()
@@ -986,9 +973,7 @@ ValueError: FlatOptimizer: step() of this AdamW was wrapped, as learning rate sc
 
 @on_ranks(2)
 def test_what_cannot_be_stepped_is_refused_by_name() -> None:
-    run = Kind("AdamW").run()
-    model, optimizer = run.start(1)
-    run.train(model, optimizer, 0)
+    _, model, optimizer = trained_twice()
     before = everything(model, optimizer)
     weight = model.blocks[0].up.weight
     texts = []

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from harness import World
+from meshed import outcome
 from models import even_tower, random_batch, shard_tower
 from on_ranks import on_ranks
 from simulated_device import Event, streams_on_the_host
@@ -134,20 +135,12 @@ def answers_on_a_device(device: str) -> list[str]:
     root = model._shardwise_state.root
     answers = []
     for thing in (None, torch.Event("cpu"), torch.cpu.Event(), threading.Event(), "now"):
-        try:
-            model.set_post_optim_event(thing)
-            answers.append("accepted")
-        except TypeError as error:
-            assert root.post_optim_event is None
-            answers.append(re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", str(error)))
+        answers.append(outcome(model.set_post_optim_event, thing))
+        assert answers[-1] == "accepted" or root.post_optim_event is None
         root.post_optim_event = None
     for thing in (torch.cpu.Stream(), "side"):
-        try:
-            model.set_all_reduce_hook(print, stream=thing)
-            answers.append("accepted")
-        except TypeError as error:
-            answers.append(re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", str(error)))
-    return answers
+        answers.append(outcome(model.set_all_reduce_hook, print, stream=thing))
+    return [re.sub(r" is (<.* at 0x.*?>|torch.Event .*?) \(", " is ... (", answer) for answer in answers]
 
 
 def test_a_device_waits_for_events_of_its_own_only(world1: World) -> None:
@@ -155,13 +148,13 @@ def test_a_device_waits_for_events_of_its_own_only(world1: World) -> None:
     assert_expected_inline(
         "\n".join(answers),
         """\
-set_post_optim_event: event is None (builtins.NoneType), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (torch.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (torch.cpu.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is ... (threading.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_post_optim_event: event is 'now' (builtins.str), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
-set_all_reduce_hook: stream is ... (torch.cpu.Stream), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.
-set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.""",
+TypeError: set_post_optim_event: event is None (builtins.NoneType), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+TypeError: set_post_optim_event: event is ... (torch.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+TypeError: set_post_optim_event: event is ... (torch.cpu.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+TypeError: set_post_optim_event: event is ... (threading.Event), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+TypeError: set_post_optim_event: event is 'now' (builtins.str), not one of 'cuda', the device of the mesh: all-gathers would not wait for the optimizer. Pass a torch.cuda.Event.
+TypeError: set_all_reduce_hook: stream is ... (torch.cpu.Stream), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.
+TypeError: set_all_reduce_hook: stream is 'side' (builtins.str), not one of 'cuda', the device of the mesh: the hook would not be ordered behind the reduction. Pass a torch.cuda.Stream.""",
     )
 
 

@@ -388,37 +388,18 @@ def test_parameters_of_three_dtypes_train_exactly(side: Side, packing_limit_byte
     steps_with_the_whole_batch(side, model, torch.float64, momentum=0.5)
 
 
-class ComplexBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
-        self.gain = nn.Parameter(torch.randn(8, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh((x.to(self.weight.dtype) @ self.weight).abs() * self.gain)
-
-
-@same_as_plain(2)
-def test_complex_parameters_train_beside_real_ones(side: Side) -> None:
-    torch.manual_seed(1234)
-    model = Chain(ComplexBlock)
-    for module in (model.inlet, model.outlet):
-        module.double()
-    side.shard_tower(model)
-    side.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
-
-
 class Filters(nn.Module):
-    """Complex weights whose rows do not come out even, are fewer than the ranks, or are none."""
+    """Complex weights whose rows do not come out even, are fewer than the ranks, or are none; and a real one."""
 
     def __init__(self) -> None:
         super().__init__()
         shapes = [(5,), (1,), (1, 5), (3, 5), ()]
+        self.gain = nn.Parameter(torch.randn(5, dtype=torch.float64))
         self.blocks = nn.ModuleList()
         self.weights = nn.ParameterList(torch.randn(shape, dtype=torch.complex128) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(torch.complex128)[:, :5]
+        x = (x[:, :5] * self.gain).to(torch.complex128)
         for weight in self.weights:
             x = x * (weight.sum(0) if weight.dim() > 1 else weight)
         return torch.view_as_real(x).flatten(1).sum(1, keepdim=True)
@@ -631,34 +612,6 @@ def test_sums_that_wait_for_replicas_are_converted_and_none_is_lost(side: Side) 
         model.set_requires_all_reduce(True)
     mean_of_squares(partial(model, uses_second=False), side.inputs(1).float()).backward()
     side.note_gradients(model)
-
-
-# --- containers, parametrizations, kept weights ---------------------------------------------------
-
-
-class Containers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.several = nn.ParameterList(torch.randn(8, 8) / 3 for _ in range(2))
-        self.named = nn.ParameterDict({"gain": torch.randn(8), "shift": torch.randn(8)})
-        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.several:
-            x = torch.tanh(x @ weight)
-        x = self.normed(x) * self.named["gain"] + self.named["shift"]
-        x = x.unsqueeze(1).expand(-1, 3, -1)
-        return self.attention(x, x, x)[0][:, 0]
-
-
-@same_as_plain(2)
-def test_lists_dicts_and_parametrizations_of_parameters_are_found(side: Side) -> None:
-    model = side.shard_tower(built(Chain, Containers, Containers))
-    side.steps(model, adamw(model), range(2))
-    model.eval()
-    with torch.no_grad():
-        side.note_rows("evaluation", model(side.inputs(9)))
 
 
 @same_as_plain(1, 2)

@@ -15,31 +15,19 @@ from shardwise.init.loads import give_memory
 
 @on_ranks(2)
 def test_parameters_are_on_the_mesh_that_was_given() -> None:
+    """Not on one that is equal, which DTensor's caches hold; also once they are copied or converted."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]  # type: ignore[arg-type]
     assert meshes[0] == meshes[1]
     for mesh in meshes:
         model = fully_shard(nn.Linear(4, 3), mesh=mesh)
-        assert_on(mesh, model, copy.deepcopy(model))
-
-
-def assert_on(mesh: DeviceMesh, *models: nn.Module) -> None:
-    """Not on a mesh that is equal."""
-    for model in models:
-        for param in model.parameters():
-            assert isinstance(param, DTensor)
-            assert param.device_mesh.get_group() is mesh.get_group()
-
-
-@on_ranks(2)
-def test_they_stay_on_it_when_they_are_converted() -> None:
-    """Also on the second of two equal meshes, while DTensor's caches hold the first."""
-    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]  # type: ignore[arg-type]
-    for mesh in meshes:
-        model = fully_shard(nn.Linear(4, 3), mesh=mesh).double()
-        model(torch.ones(2, 4).double())
+        converted = copy.deepcopy(model).double()
+        converted(torch.ones(2, 4).double())
         with torch.device("meta"):
             emptied, given = nn.Linear(4, 3), nn.Linear(4, 3)
         emptied = fully_shard(emptied, mesh=mesh).to_empty(device="cpu")
         emptied(torch.ones(2, 4))
         give_memory(fully_shard(given, mesh=mesh))
-        assert_on(mesh, model, emptied, given)
+        for each in (model, copy.deepcopy(model), converted, emptied, given):
+            for param in each.parameters():
+                assert isinstance(param, DTensor)
+                assert param.device_mesh.get_group() is mesh.get_group()
