@@ -119,40 +119,29 @@ def test_fused_matrices_are_treated_one_by_one() -> None:
 # --- a method of its own on it --------------------------------------------------------------------
 
 
-class Shampoo:
+@torch.no_grad()
+def shampoo_steps(lay: Lay | None) -> Any:
     """Shampoo (Gupta et al., 2018) in a page: each owner keeps the two statistics of its matrices."""
+    tensors: Any = wholes() if lay is None else lay.tensors()
+    params = [tensor for tensor in tensors if tensor.dim() == 2]
+    whole = WholeMatrices(params)
+    statistics: dict[BlockKey, tuple[Tensor, Tensor]] = {}
 
-    def __init__(self, params: list[Tensor], lr: float) -> None:
-        self.params, self.lr = params, lr
-        self.whole = WholeMatrices(params)
-        self.statistics: dict[BlockKey, tuple[Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        updates = self.whole.apply([param.grad for param in self.params], self.preconditioned)
-        for param, update in zip(self.params, updates, strict=True):
-            param.sub_(self.lr * update)
-
-    def preconditioned(self, gradients: Tensor, keys: list[BlockKey]) -> Tensor:
-        return torch.stack([self.one(gradient, key) for gradient, key in zip(gradients, keys, strict=True)])
-
-    def one(self, gradient: Tensor, key: BlockKey) -> Tensor:
+    def preconditioned(gradient: Tensor, key: BlockKey) -> Tensor:
         eye = [1e-2 * torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
-        left, right = self.statistics.get(key, eye)
+        left, right = statistics.get(key, eye)
         left, right = left + gradient @ gradient.T, right + gradient.T @ gradient
-        self.statistics[key] = left, right
+        statistics[key] = left, right
         return root(left) @ gradient @ root(right)
 
-
-def shampoo_steps(lay: Lay | None) -> Any:
-    tensors: Any = wholes() if lay is None else lay.tensors()
-    params = [tensor.requires_grad_() for tensor in tensors if tensor.dim() == 2]
-    optimizer = Shampoo(params, 0.1)
     for _ in range(3):
-        for index, param in enumerate(params):
-            param.grad = (param.detach() * (index + 1)).sin()
-        optimizer.step()
-    return [full(param) for param in params], len(optimizer.statistics)
+        gradients = [(param * (index + 1)).sin() for index, param in enumerate(params)]
+        updates = whole.apply(
+            gradients, lambda matrices, keys: torch.stack(list(map(preconditioned, matrices, keys)))
+        )
+        for param, update in zip(params, updates, strict=True):
+            param.sub_(0.1 * update)
+    return [full(param) for param in params], len(statistics)
 
 
 def test_shampoo_in_a_page_is_the_same_on_shards(world3: World) -> None:
