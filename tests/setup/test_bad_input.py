@@ -99,10 +99,6 @@ def sharded_by_torch(name: str) -> nn.Module:
     return model
 
 
-def replicated() -> nn.Module:
-    return replicate(tower())
-
-
 ROOT_OF_TORCHS = {"build": partial(sharded_by_torch, ""), "then": start_again}
 BLOCK_OF_TORCHS = {"build": partial(sharded_by_torch, "blocks.1"), "then": start_again}
 REFUSED |= {
@@ -111,7 +107,7 @@ REFUSED |= {
     ),
     "what torch has replicated": refused(
         *(shard_root, "ValueError", "torch's replicate", "Tower", "one of them only"),
-        **{"build": replicated, "then": start_again},
+        **{"build": lambda: replicate(tower()), "then": start_again},
     ),
     "a block inside what torch has sharded": refused(
         shard_block_1, "Block", "torch's fully_shard", **ROOT_OF_TORCHS
@@ -229,14 +225,10 @@ REFUSED |= {
 }
 
 
-class TiedTower(Tower):
-    def __init__(self) -> None:
-        super().__init__(depth=2)
-        self.blocks[1].norm.bias = self.inlet.bias
-
-
 def tied_tower() -> nn.Module:
-    return TiedTower().double()
+    model = tower()
+    model.blocks[1].norm.bias = model.inlet.bias
+    return model
 
 
 def tied_tower_tied_after_sharding() -> nn.Module:
