@@ -741,11 +741,6 @@ def pick(usual: Any, other: Any) -> Any:
     return other if dist.get_rank() else usual
 
 
-def same_parameter_in_two_groups() -> Any:
-    weight = Way(2).model().inlet.weight
-    of({"params": [weight]}, {"params": [weight]})
-
-
 def norms_of_a_later_group() -> Any:
     model = Way(2).model()
     groups = [{"params": model.inlet.parameters()}, {"params": model.outlet.parameters(), "normed": True}]
@@ -798,7 +793,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "instance for class": lambda: of(kind=torch.optim.SGD([torch.ones(1)], lr=0.1)),
     "itself": lambda: of(kind=WholeParameters),
     "unknown option of torch": lambda: of(kind=torch.optim.Adafactor, momentum=0.9),
-    "one parameter twice": same_parameter_in_two_groups,
     "a negative batch": lambda: of(batch_bytes=-1),
     "owners of several meshes": lambda: of(
         *Way(2, "blocks only").model().parameters(), kind=Normed, single_owner=True
@@ -839,9 +833,6 @@ by itself.
 UNKNOWN OPTION OF TORCH
 TypeError: Adafactor.__init__() got an unexpected keyword argument
 'momentum'
-
-ONE PARAMETER TWICE
-ValueError: some parameters appear in more than one parameter group
 
 A NEGATIVE BATCH
 ValueError: WholeParameters: batch_bytes is -1; pass a number of bytes
