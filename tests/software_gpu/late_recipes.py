@@ -17,14 +17,13 @@ import torch.distributed as dist
 from models import WIDTH as SMALL_WIDTH
 from models import Tower
 from races import caller_recipes, mutants, scenarios, settings_recipes, stream_recipes
-from races.device import Site
 from tensor_parallel import Stack as ParallelStack
 from tensor_subclasses import Stack as SubclassStack
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.streams import DeviceStream
 from software_gpu import training
-from software_gpu.late_sites import sites
 
 assert caller_recipes
 assert settings_recipes
@@ -155,11 +154,11 @@ class Runs:
         scenarios.PLACE.device_type = "cuda"
         self._inputs = scenarios.PLACE.make_input = Inputs(dist.get_rank())
 
-    def run(self, scenario: str, dropped: Site | None = None) -> tuple[Observed, set[Site]]:
-        """What a scenario computes in three steps, and where it orders streams."""
+    def run(self, scenario: str) -> Observed:
+        """What a scenario computes in three steps."""
         torch.manual_seed(0)
         self._inputs.restart()
-        with observed() as seen, sites(dropped) as asked:
+        with observed() as seen:
             step = scenarios.SCENARIOS[scenario].recipe(SoftwareGpu())  # type: ignore[arg-type]
             torch.cuda.synchronize()
             for _ in range(STEPS):
@@ -171,7 +170,7 @@ class Runs:
         values = [pair for name, tensor in seen for pair in plain(name, tensor)]
         del step, model, seen
         torch.cuda.empty_cache()
-        return values, asked
+        return values
 
 
 def difference(values: Observed, expected: Observed) -> str:
@@ -189,28 +188,48 @@ def references(names: list[str], folder: Path) -> list[str]:
     runs, unwritten = Runs(), []
     for name in names:
         print(f"{name} ...", flush=True)
-        values, _ = runs.run(name)
+        values = runs.run(name)
         torch.save(values, folder / f"{name.replace('/', '-')} {dist.get_rank()}")
         unwritten += [name] if any(value.isnan().any() for _, value in values) else []
     return unwritten
 
 
-Case = tuple[str, Site | str | None]
-"""A scenario, and what is taken away: a wait, or what a patch of `races/mutants.py` does."""
-
-
-def differences(cases: list[Case], folder: Path) -> list[str]:
-    """For each case what is another value than in `references`, or is not asked for; nothing if all are the same."""
+def differences(names: list[str], folder: Path) -> list[str]:
+    """For each scenario what is another value than in `references`; nothing if all are the same."""
     runs, found = Runs(), []
-    for scenario, taken in cases:
-        print(f"{scenario}, without {taken} ...", flush=True)
-        expected = torch.load(folder / f"{scenario.replace('/', '-')} {os.environ['RANK']}")
+    for name in names:
+        print(f"{name} ...", flush=True)
+        expected = torch.load(folder / f"{name.replace('/', '-')} {os.environ['RANK']}")
+        found.append(difference(runs.run(name), expected))
+    return found
+
+
+def _does_not_wait(self: DeviceStream, event: Any = None, users: Any = ()) -> None:
+    """For what the computation has queued."""
+
+
+BROKEN: dict[str, tuple[str, mutants.Patch]] = {
+    "no wait for the computation": (
+        "checkpointing",
+        lambda patch: patch.setattr(DeviceStream, "wait_for_compute", _does_not_wait),
+    ),
+    **{
+        name: mutants.PATCHES[name]
+        for name in (
+            "gradients are dropped before their reduction was waited for",
+            "parameters are freed by the stream on which the last module ran, while another reads them",
+        )
+    },
+}
+
+
+def broken() -> dict[str, str]:
+    """For each of `BROKEN` what is another value than without it, under the same schedule."""
+    runs, found = Runs(), {}
+    for name, (scenario, apply) in BROKEN.items():
+        expected = runs.run(scenario)
+        assert difference(runs.run(scenario), expected) == "", "runs differ"
         with pytest.MonkeyPatch.context() as patch:
-            if isinstance(taken, str):
-                mutants.PATCHES[taken][1](patch)
-            dropped = taken if isinstance(taken, Site) else None
-            values, asked = runs.run(scenario, dropped)
-        off = difference(values, expected)
-        print(f"    {off}", flush=True)
-        found.append("NOT ASKED FOR" if dropped and dropped not in asked else off)
+            apply(patch)
+            found[name] = difference(runs.run(scenario), expected)
     return found

@@ -1,7 +1,5 @@
 """Activation offloading on software GPUs: the gradients of a model that keeps everything, and less memory."""
 
-from typing import Any
-
 import pytest
 from expecttest import assert_expected_inline
 
@@ -10,6 +8,7 @@ from software_gpu.activation_programs import MODELS, PROGRAMS
 from software_gpu.launch import run_on_gpus
 
 FEW = ["steps_with_and_without_backward", "two_backwards"]
+Found = tuple[dict[str, float], dict[str, dict[str, int]], str]
 
 
 def check_differences(found: list[dict[str, float]], names: list[str]) -> None:
@@ -18,9 +17,19 @@ def check_differences(found: list[dict[str, float]], names: list[str]) -> None:
         assert {name: by for name, by in off.items() if not by < 1e-12} == {}
 
 
-def test_gradients_are_those_of_a_model_that_keeps_everything() -> None:
+def gradients_memory_and_refusal() -> Found:
+    off = activation_programs.differences(FEW)
+    return off, activation_programs.kept_each_way(), activation_programs.change_an_input()
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
     # Copies that no stream waits for come too late.
-    check_differences(run_on_gpus(1, activation_programs.differences, FEW, late=1), FEW)
+    return run_on_gpus(1, gradients_memory_and_refusal, late=1)[0]
+
+
+def test_gradients_are_those_of_a_model_that_keeps_everything(found: Found) -> None:
+    check_differences([found[0]], FEW)
 
 
 @pytest.mark.slow
@@ -30,26 +39,17 @@ def test_all_orders_of_forward_and_backward_give_these_gradients(late: int) -> N
     check_differences(run_on_gpus(2, activation_programs.differences, names, late=late, timeout_s=400), names)
 
 
-def kept_and_refused() -> tuple[dict[str, dict[str, int]], str]:
-    return activation_programs.kept_each_way(), activation_programs.change_an_input()
-
-
-@pytest.fixture(scope="module")
-def found() -> Any:
-    return run_on_gpus(1, kept_and_refused, late=2)[0]
-
-
-def test_forward_leaves_no_inputs_and_steady_steps_wait_for_nothing(found: Any) -> None:
+def test_forward_leaves_no_inputs_and_steady_steps_wait_for_nothing(found: Found) -> None:
     """Of six layers: an input each; the last one's alone, with what is around the layers."""
-    kept, _ = found
+    _, kept, _ = found
     assert kept["False"]["after forward"] == kept["True"]["after forward"] + 5
     assert kept["None"]["peak"] > kept["False"]["peak"] > kept["True"]["peak"]
     for numbers in kept.values():
         assert {what for what, number in numbers.items() if number} == {"after forward", "peak"}
 
 
-def test_a_module_that_changes_its_input_is_refused(found: Any) -> None:
-    _, message = found
+def test_a_module_that_changes_its_input_is_refused(found: Found) -> None:
+    *_, message = found
     assert_expected_inline(
         message,
         """An input of a checkpointed module, of shape (1024, 16), was changed in place by the module or while it ran. In backward, activation checkpointing runs the module again from the input as it was. Let the module compute a new tensor.""",

@@ -23,11 +23,14 @@ from shardwise.comm.communicators import BackendCollectives
 from shardwise.torch_compat import c10d
 from software_gpu.launch import run_on_gpus
 
-each_back_end = pytest.mark.parametrize(
-    "env",
-    [{}, *(pytest.param({"TORCH_DIST_USE_NCCL2": value}, marks=pytest.mark.slow) for value in "01")],
+
+@pytest.fixture(
+    scope="module",
+    params=[{}, *(pytest.param({"TORCH_DIST_USE_NCCL2": value}, marks=pytest.mark.slow) for value in "01")],
     ids=["as torch chooses", "the older", "the newer"],
 )
+def env(request: pytest.FixtureRequest) -> dict[str, str]:
+    return request.param
 
 
 def newer_can_wait() -> bool:
@@ -105,8 +108,9 @@ def is_connected(pg: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(backend._is_initialized() if backend.name() == "nccl" else backend.supports_splitting)
 
 
-def first_steps() -> tuple[list[str], set[str], list[float]]:
-    """When the process group for reductions connects, how gradients are reduced, and the losses."""
+def first_steps() -> tuple[list[str], set[str], list[float], list[float]]:
+    """When the process group for reductions connects, how gradients are reduced, the losses, and those of groups
+    that two ranks keep together."""
     model = sharded(device := join())
     made: list[dist.ProcessGroup] = []
     make = c10d.subgroup
@@ -123,26 +127,27 @@ def first_steps() -> tuple[list[str], set[str], list[float]]:
                 model(random_batch(0, 4).to(device))
             connected += [f"{type(grad).__name__}: {is_connected(pg, device)}" for pg in made]
     with noted_reductions() as noted:
-        return connected, noted, losses_of(model, device, 3)
+        losses = losses_of(model, device, 3)
+    return connected, noted, losses, losses_of(sharded(device, keep=2), device, 3)
 
 
-@each_back_end
-def test_nccl_averages_gradients_in_a_group_that_connects_when_it_is_needed(env: dict[str, str]) -> None:
-    for connected, noted, losses in run_on_gpus(2, first_steps, env=env):
+@pytest.fixture(scope="module")
+def found(env: dict[str, str]) -> list[Any]:
+    return run_on_gpus(4, first_steps, env=env)
+
+
+def test_nccl_averages_gradients_in_a_group_that_connects_when_it_is_needed(
+    env: dict[str, str], found: list[Any]
+) -> None:
+    for connected, noted, losses, _ in found:
         connects_at_once = env.get("TORCH_DIST_USE_NCCL2") == "1" and not newer_can_wait()
         assert connected == [f"no_grad: {connects_at_once}", "enable_grad: True"]
         assert noted == {f"{dist.ReduceOp.AVG} in a group of its own"}
-        assert losses == pytest.approx(plain_losses(2, 3), abs=1e-12)
+        assert losses == pytest.approx(plain_losses(4, 3), abs=1e-12)
 
 
-def losses_kept_in_parts() -> list[float]:
-    device = join()
-    return losses_of(sharded(device, keep=2), device, 3)
-
-
-@each_back_end
-def test_groups_of_some_ranks_are_bound_to_the_devices_of_these(env: dict[str, str]) -> None:
-    for losses in run_on_gpus(4, losses_kept_in_parts, env=env):
+def test_groups_of_some_ranks_are_bound_to_the_devices_of_these(found: list[Any]) -> None:
+    for *_, losses in found:
         assert losses == pytest.approx(plain_losses(4, 3), abs=1e-12)
 
 
@@ -173,7 +178,6 @@ def error_without_set_device() -> tuple[str, str]:
     return name, "none"
 
 
-@each_back_end
 def test_all_ranks_hear_that_they_have_not_chosen_a_device(env: dict[str, str]) -> None:
     (name, first), (_, second) = run_on_gpus(2, error_without_set_device, env=env)
     assert first == second
@@ -232,7 +236,6 @@ def error_of_a_failure(where: str) -> str:
     return "none"
 
 
-@each_back_end
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_communicators_are_aborted_so_that_a_rank_hears_of_the_failure_of_another(
     where: str, env: dict[str, str]

@@ -18,8 +18,8 @@ def slow(*values: object) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def one_device() -> None:
-    """Many small checks in one process, which takes seconds to start."""
+def devices(backend: str) -> list[str]:
+    """Many small checks in the same processes, which take seconds to start."""
     assert torch.cuda.is_available()
     assert torch.cuda.get_device_name() == "Software GPU"
     tensors()
@@ -30,6 +30,9 @@ def one_device() -> None:
     memory()
     missing_kernel()
     waits()
+    found = meshes_over_gloo()
+    collectives(backend)
+    return found
 
 
 def tensors() -> None:
@@ -142,9 +145,18 @@ def waits() -> None:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("late", [0, *slow(1, 2, 3, 17)])
-def test_a_device(late: int) -> None:
-    run_on_gpus(1, one_device, late=late, env={"SOFTWARE_GPU_BYTES": str(1 << 30)})
+def meshes_over_gloo() -> list[str]:
+    """In which memory they are, though there are devices."""
+    store = dist.FileStore(f"{os.environ['SOFTWARE_GPU_FOLDER']}/gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = shardwise.fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    other = shardwise.shard_model(torch.nn.Linear(4, 4))
+    found = [each.weight.device_mesh.device_type for each in (model, other)]
+    dist.destroy_process_group()
+    return found
 
 
 def collectives(backend: str) -> None:
@@ -186,9 +198,10 @@ def collectives(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", launch.OLDER])
-@pytest.mark.parametrize("late", [0, *slow(1, 2)])
-def test_collectives(backend: str, late: int) -> None:
-    run_on_gpus(2, collectives, backend, late=late)
+@pytest.mark.parametrize("late", [0, *slow(1, 2, 3, 17)])
+def test_devices_their_collectives_and_meshes_on_the_host(backend: str, late: int) -> None:
+    found = run_on_gpus(2, devices, backend, late=late, env={"SOFTWARE_GPU_BYTES": str(1 << 30)})
+    assert found == [["cpu", "cpu"]] * 2
 
 
 def unequal_counts() -> None:
@@ -205,17 +218,3 @@ def test_ranks_that_differ_end_and_a_failure_has_the_output_of_its_rank(
     with pytest.raises(RuntimeError, match=r"exit codes of the ranks: \[.*\](.|\n)*ranks differ"):
         run_on_gpus(2, unequal_counts)
     assert not list(tmp_path.iterdir())
-
-
-def meshes_over_gloo() -> list[str]:
-    torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = shardwise.fully_shard(torch.nn.Linear(4, 4))
-    model(torch.ones(2, 4)).sum().backward()
-    other = shardwise.shard_model(torch.nn.Linear(4, 4))
-    return [each.weight.device_mesh.device_type for each in (model, other)]
-
-
-def test_with_gloo_the_mesh_is_on_the_host() -> None:
-    assert run_on_gpus(2, meshes_over_gloo) == [["cpu", "cpu"]] * 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference import full
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
 from shardwise.checkpoint import load_checkpoint, save_checkpoint
@@ -79,11 +79,8 @@ def loss_with(weights: Values) -> Values:
     }  # type: ignore[arg-type]
 
 
-def full(model: nn.Module) -> Values:
-    gathered = {name: param.detach() for name, param in model.named_parameters()}
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in gathered.items()
-    }
+def full_values(model: nn.Module) -> Values:
+    return {name: full(param.detach()) for name, param in model.named_parameters()}
 
 
 class Sharded:
@@ -121,20 +118,20 @@ def one_by_one(run: Sharded, _: Path) -> Values:
 
 
 def copied(run: Sharded, _: Path) -> Values:
-    return full(copy.deepcopy(run.model))
+    return full_values(copy.deepcopy(run.model))
 
 
 def saved(run: Sharded, folder: Path) -> Values:
     save_checkpoint(folder, run.model)
     run.model.load_state_dict(run.other)
     load_checkpoint(folder, run.model)
-    return full(run.model)
+    return full_values(run.model)
 
 
 def averaged(run: Sharded, _: Path) -> Values:
     run.ema.update()
     with run.ema.swap():
-        return full(run.model)
+        return full_values(run.model)
 
 
 def averages_run(run: Sharded, _: Path) -> Values:
@@ -180,7 +177,6 @@ def expected() -> dict[Callable[[Sharded, Path], Values], Values]:
 
 def wrong_ones(folder: Path) -> list[str]:
     """What others got that is not of the weights that plain torch has."""
-    join()
     found = []
     for act, values in expected().items():
         got = act(Sharded(), folder / act.__name__)
@@ -193,18 +189,10 @@ def wrong_ones(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "late", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_all_wait_for_the_optimizer_and_forward_for_later_changes(late: int, tmp_path: Path) -> None:
-    assert run_on_gpus(2, wrong_ones, tmp_path, late=late) == [[]] * 2
-
-
 # --- a first unshard on a side stream -------------------------------------------------------------------
 
 
 def losses_after_an_early_unshard() -> list[float]:
-    join()
     model = sharded_model()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -214,11 +202,6 @@ def losses_after_an_early_unshard() -> list[float]:
     return trained(model, LR, 2)
 
 
-def test_the_first_unshard_may_be_on_a_side_stream() -> None:
-    for losses in run_on_gpus(2, losses_after_an_early_unshard, late=1):
-        assert losses == pytest.approx(trained(plain_model(), LR, 2), rel=1e-9)
-
-
 # --- an iteration as a CUDA graph -----------------------------------------------------------------------
 
 GRAPH_LR = 0.5
@@ -226,7 +209,6 @@ GRAPH_LR = 0.5
 
 def losses_with_a_graph() -> list[float]:
     """Two iterations, then a graph with events is captured and launched twice, then two more without it."""
-    join()
     model = sharded_model()
     x, side, warm = batch().cuda(), torch.cuda.Stream(), torch.cuda.Stream()
     optimizer = torch.optim.SGD(model.parameters(), lr=GRAPH_LR)
@@ -253,6 +235,28 @@ def losses_with_a_graph() -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def test_an_event_from_the_other_side_of_a_capture_is_not_waited_for() -> None:
-    for losses in run_on_gpus(2, losses_with_a_graph):
+# --- all in the same processes, which take seconds to start ----------------------------------------------
+
+
+def run_all(folder: Path) -> tuple[list[str], list[float], list[float]]:
+    join()
+    return wrong_ones(folder), losses_after_an_early_unshard(), losses_with_a_graph()
+
+
+@pytest.fixture(scope="module", params=[1, *(pytest.param(late, marks=pytest.mark.slow) for late in (2, 4))])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_on_gpus(2, run_all, tmp_path_factory.mktemp("saved"), late=request.param)
+
+
+def test_all_wait_for_the_optimizer_and_forward_for_later_changes(found: list[Any]) -> None:
+    assert [wrong for wrong, _, _ in found] == [[]] * 2
+
+
+def test_the_first_unshard_may_be_on_a_side_stream(found: list[Any]) -> None:
+    for _, losses, _ in found:
+        assert losses == pytest.approx(trained(plain_model(), LR, 2), rel=1e-9)
+
+
+def test_an_event_from_the_other_side_of_a_capture_is_not_waited_for(found: list[Any]) -> None:
+    for _, _, losses in found:
         assert losses == pytest.approx(trained(plain_model(), GRAPH_LR, 6), rel=1e-9)
