@@ -277,40 +277,6 @@ def test_compiled_steps_come_to_the_same_loss() -> None:
         rows_of_part("compiled", "CUDA graph of a step")
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("check", [nccl.collectives, nccl.bound_to_a_device], ids=lambda each: each.__name__)
-def test_what_is_asked_of_nccl_holds_for_gloo(check: Any) -> None:
-    assert float(nccl.first_of(check, 2, Start("cpu"))["found"]["off_by"]) < 2e-2
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_is_released_when_another_fails(where: str) -> None:
-    found = ranks.released(where, Start("cpu", fails=True))
-    assert found["found"].startswith("CommunicationError: ")
-    with pytest.raises(Skipped, match="one back end"):
-        ranks.released(where, Start("cpu", older=True, fails=True))
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_coalesced_and_packed_all_gathers_are_timed_by_size() -> None:
-    rows = rows_of_part("ranks", "gathers, 2 ranks")
-    assert [row["chunk_kib"] for row in rows] == [64, 4096]
-    assert all(row["coalesced_ms"]["median"] > 0 < row["packed_ms"]["median"] for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_batches_of_changing_size_are_trained_on_in_a_process() -> None:
-    found = steady.memory_in_a_process("ours", "tiny", "cpu", "")
-    assert found["found"].startswith("ran 30 steps")
-    with pytest.raises(RuntimeError, match="KeyError: 'no such model'"):
-        steady.memory_in_a_process("ours", "no such model", "cpu", "")
-
-
 def test_what_only_a_device_can_show_is_skipped_on_the_host() -> None:
     skipped = {
         "nccl": (

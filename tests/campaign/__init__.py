@@ -10,5 +10,5 @@ test_settings_campaign.py   fully_shard: meshes, settings, calls between microba
 test_strategy_campaign.py   shard_model: strategies, overrides, contexts
 test_state_campaign.py      saving and loading, from one way of sharding to the next
 test_programs.py            kinds of modules and calls of autograd; emulated rank by rank, where plain training is
-                            not one process (program.py, modules.py, actor.py, compare.py)
+                            not one process (program.py, modules.py, actor.py)
 """

@@ -2,7 +2,7 @@
 
     sharded     one actor a process; the library averages gradients
     emulated    all actors in one process, on plain copies; where gradients would be averaged, each actor
-                yields, and who drives them averages (compare.py)
+                yields, and who drives them averages (test_programs.py)
 
 So an actor is a generator. Its notes are what must be equal.
 """
@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardwise
-from campaign.modules import WIDTH, Failure, Model, ThroughMethod
+from campaign.blocks import Failure
+from campaign.draws import Draw
+from campaign.modules import WIDTH, Model, ThroughMethod
 from campaign.notes import Notes
-from campaign.program import Node, Program, Step
+from campaign.training import fail
 from shardwise import CommPolicy, CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, fully_shard
 
 ROWS = 3  # of each rank's batch
@@ -35,18 +37,18 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], DataParallelMeshDims |
 }
 
 
-def world_of(program: Program) -> int:
+def world_of(program: Draw) -> int:
     sizes = MESHES[program["mesh"]][0]
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
 
 
-def base_models(program: Program) -> tuple[Model, Model]:
+def base_models(program: Draw) -> tuple[Model, Model]:
     torch.manual_seed(77 + program["salt"])
-    judge: list[Node] = [{"kind": "linear"}] * program["depth_of_discriminator"]
+    judge: list[Draw] = [{"kind": "plain"}] * program["depth_of_discriminator"]
     return Model(program["blocks"]).double(), Model(judge).double()
 
 
-def shard(model: Model, program: Program) -> None:
+def shard(model: Model, program: Draw) -> None:
     sizes, names, dims = MESHES[program["mesh"]]
     last = program["shard_dim"] == -1
     options: dict[str, Any] = {
@@ -86,7 +88,7 @@ def _inside_first(module: nn.Module) -> list[nn.Module]:
 
 
 class Actor:
-    def __init__(self, program: Program, rank: int, is_sharded: bool) -> None:
+    def __init__(self, program: Draw, rank: int, is_sharded: bool) -> None:
         self.program = program
         self.rank = rank
         self.is_sharded = is_sharded
@@ -128,7 +130,7 @@ class Actor:
             for name, buffer in model.named_buffers():
                 self.note(name, buffer.detach().clone())
 
-    def _train(self, step: Step) -> Iterator[None]:
+    def _train(self, step: Draw) -> Iterator[None]:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             if step["zero"] in ("none", "zeros"):
                 optimizer.zero_grad(set_to_none=step["zero"] == "none")
@@ -277,7 +279,7 @@ class Actor:
     def call_fails_in_backward(self) -> Iterator[None]:
         """The gradients of a backward that fails are thrown away, and all before them."""
         output = self.model(self.batch())
-        output.register_hook(_fail)
+        output.register_hook(fail)
         with suppress(Failure):
             output.mean().backward()
         for model in self.models:
@@ -348,7 +350,3 @@ class Actor:
             self.model.set_requires_gradient_sync(False)
         self.loss().backward()
         self.model.zero_grad()
-
-
-def _fail(gradient: Tensor) -> Tensor:
-    raise Failure

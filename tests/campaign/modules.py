@@ -1,4 +1,4 @@
-"""The kinds of modules of a program. Each maps (batch, WIDTH) to (batch, WIDTH), in float64."""
+"""The kinds of modules of a program, those of blocks.py among them. Each maps (batch, WIDTH) to (batch, WIDTH)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,40 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from campaign.program import Node
+from campaign.blocks import KINDS, Failure
+from campaign.draws import Draw
 
-WIDTH = 6
-
-
-class Linear(nn.Module):
-    """Rows that divide by no world but 1 and 7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(x))
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.back = nn.Conv2d(4, 2, 1).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = x.view(len(x), 2, 1, WIDTH // 2).to(memory_format=torch.channels_last)
-        return self.back(torch.tanh(self.conv(image))).flatten(1)
+WIDTH, HIDDEN = 6, 7  # rows that divide by no world but 1 and 7
 
 
 class Lstm(nn.Module):
@@ -52,16 +22,6 @@ class Lstm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output, (hidden, _) = self.lstm(torch.stack([x, -x], 1))
         return output.sum(1)[:, :WIDTH] + hidden[1]
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.stack([x, torch.tanh(x)], 1)
-        return self.mixed(tokens, tokens, tokens, need_weights=False)[0].sum(1)
 
 
 class Bag(nn.Module):
@@ -108,66 +68,6 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rotated = torch.view_as_complex(x.reshape(len(x), -1, 2)) @ self.weight
         return torch.tanh(torch.view_as_real(rotated).flatten(1))
-
-
-class Odd(nn.Module):
-    """A scalar, one without elements, a transposed one, integers, and one of a single row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.transposed = nn.Parameter(torch.randn(3, WIDTH).t())
-        self.row = nn.Parameter(torch.randn(1, 3))
-        self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = torch.tanh(x @ self.transposed) * self.row
-        return x * self.scale + mixed.sum(1, keepdim=True) + self.empty.sum() + self.counts.sum() / 100
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
-
-
-class Frozen(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-class Lora(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.used(x))
-
-
-class TwiceUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lin(torch.tanh(self.lin(x)))
 
 
 # --- around other modules -------------------------------------------------------------------------
@@ -311,10 +211,14 @@ class ThroughMethod(Chain):
         return self.encode(x)
 
 
+def _sized(kind: Callable[[int, int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: kind(WIDTH, HIDDEN)
+
+
 LEAF_KINDS: dict[str, Callable[[], nn.Module]] = {
-    **{"linear": Linear, "norm": Norm, "conv": Conv, "lstm": Lstm, "attention": Attention, "bag": Bag},
-    **{"batch_norm": BatchNorm, "parametrized": Parametrized, "complex": Complex, "odd": Odd, "tied": Tied},
-    **{"frozen": Frozen, "lora": Lora, "unused": Unused, "twice_used": TwiceUsed, "spectral": Spectral},
+    **{name: _sized(kind) for name, kind in KINDS.items()},
+    **{"lstm": Lstm, "bag": Bag, "batch_norm": BatchNorm, "parametrized": Parametrized},
+    **{"complex": Complex, "spectral": Spectral},
 }
 CONTAINER_KINDS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
     **{"chain": Chain, "residual": Residual, "again": Again, "checkpoint": Checkpointed},
@@ -323,18 +227,14 @@ CONTAINER_KINDS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
 }
 
 
-def built(node: Node) -> nn.Module:
+def built(node: Draw) -> nn.Module:
     if "children" in node:
         return CONTAINER_KINDS[node["kind"]]([built(child) for child in node["children"]])
     return LEAF_KINDS[node["kind"]]()
 
 
-class Failure(Exception):
-    """Raised on purpose."""
-
-
 class Model(nn.Module):
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: list[Draw]) -> None:
         super().__init__()
         self.inlet = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(map(built, nodes))

@@ -9,11 +9,9 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from campaign.draws import choice, many, record, tree
-
-Program = dict[str, Any]
-Node = dict[str, Any]
-Step = dict[str, Any]
+from campaign.blocks import names
+from campaign.draws import Draw, choice, many, record, tree
+from campaign.modules import CONTAINER_KINDS, LEAF_KINDS
 
 # How ranks and models are arranged.
 SETTINGS: dict[str, SearchStrategy[Any]] = {
@@ -31,38 +29,11 @@ SETTINGS: dict[str, SearchStrategy[Any]] = {
     "salt": choice(*range(5)),
 }
 
-LEAVES = (
-    *("linear", "norm", "conv", "lstm", "attention", "bag", "batch_norm", "parametrized", "complex"),
-    *("odd", "tied", "frozen", "lora", "unused", "twice_used", "spectral"),
-)
-CONTAINERS = (
-    "chain",
-    "residual",
-    "again",
-    "checkpoint",
-    "reentrant",
-    "dict",
-    "list",
-    "dataclass",
-    "raw",
-    "method",
-)
-
 # What one microbatch does between forward and backward.
-CALLS = (
-    *(
-        "plain",
-        "plain",
-        "two_losses",
-        "retain",
-        "crossed",
-        "penalty",
-        "penalty_then_plain",
-        "input_grad",
-        "hooks",
-    ),
-    *("tensor_hook", "eval_between", "inference_between", "thread", "gan", "rollout", "fails_in_forward"),
-    *("fails_in_backward", "wasted_forward", "twice_forward", "detached", "inside_autograd_grad"),
+CALLS = names(
+    "plain plain two_losses retain crossed penalty penalty_then_plain input_grad hooks tensor_hook eval_between",
+    "inference_between thread gan rollout fails_in_forward fails_in_backward wasted_forward twice_forward",
+    "detached inside_autograd_grad",
 )
 MICRO = record({"call": choice(*CALLS), "sync": choice(True, True, False)})
 STEP = record(
@@ -80,26 +51,26 @@ STEP = record(
 PROGRAMS = record(
     {
         "steps": many(STEP, least=1, most=3),
-        "blocks": many(tree(LEAVES, CONTAINERS), least=1, most=4),
+        "blocks": many(tree(tuple(LEAF_KINDS), tuple(CONTAINER_KINDS)), least=1, most=4),
         **SETTINGS,
     }
 )
 
 
-def _nodes(nodes: list[Node]) -> Iterator[Node]:
+def _nodes(nodes: list[Draw]) -> Iterator[Draw]:
     for node in nodes:
         yield node
         yield from _nodes(node.get("children", []))
 
 
-def calls_in(program: Program) -> set[str]:
+def calls_in(program: Draw) -> set[str]:
     return {micro["call"] for step in program["steps"] for micro in step["micro"]}
 
 
 DOUBLE_BACKWARD = ("penalty", "penalty_then_plain")
 
 
-def settled(program: Program) -> Program:
+def settled(program: Draw) -> Draw:
     """The nearest program that plain PyTorch can run and that the documentation allows."""
     program = copy.deepcopy(program)
     for step in program["steps"]:
@@ -109,13 +80,15 @@ def settled(program: Program) -> Program:
             micro["sync"] |= micro["call"] == "gan"
     if any(call in calls_in(program) for call in DOUBLE_BACKWARD):
         # torch has no second derivative of these on the host, and reentrant checkpoints no autograd.grad.
-        _replace(program, {"lstm": "linear", "bag": "linear", "attention": "norm", "reentrant": "chain"})
+        _replace(
+            program, dict.fromkeys(("lstm", "gru", "bag", "attention"), "plain") | {"reentrant": "chain"}
+        )
         program["reshard"] = False  # what a second backward needs must have been kept
     if {"input_grad", "inside_autograd_grad"} & calls_in(program):
         _replace(program, {"reentrant": "chain"})
     return program
 
 
-def _replace(program: Program, kinds: dict[str, str]) -> None:
+def _replace(program: Draw, kinds: dict[str, str]) -> None:
     for node in _nodes(program["blocks"]):
         node["kind"] = kinds.get(node["kind"], node["kind"])

@@ -139,21 +139,17 @@ def assert_goes_on(ended: Run, kills: list[Kill]) -> None:
         assert start in {last, max(0, last - EVERY)}, (ended.starts, kills)
 
 
-# What is killed in the midst of saving which checkpoint, and where the next attempt begins.
-WHILE_SAVING = [
-    pytest.param({(1, "writing", 8): 4, (0, "publishing", 8): 4}, id="second-checkpoint"),
-    pytest.param(
-        {(0, "writing", 4): 0, (1, "writing", 4): 0, (0, "publishing", 4): 0, (0, "writing", 8): 4}
-        | {(0, "publishing", 8): 4, (1, "writing", 12): 8, (0, "writing", 12): 8},
-        id="every-checkpoint",
-        marks=pytest.mark.slow,
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("starts", WHILE_SAVING)
-def test_killed_while_saving(tmp_path: Path, unbroken: Losses, starts: dict[Kill, int]) -> None:
+def test_killed_while_saving(tmp_path: Path, unbroken: Losses) -> None:
+    # What is killed in the midst of saving which checkpoint, and where the next attempt begins.
+    starts: dict[Kill, int] = {
+        (0, "writing", 4): 0,
+        (1, "writing", 4): 0,
+        (0, "publishing", 4): 0,
+        (1, "writing", 8): 4,
+        (0, "publishing", 8): 4,
+        (0, "writing", 12): 8,
+    }
     ended = run(tmp_path, 2, list(starts))
     assert losses_of(ended) == unbroken
     assert ended.starts == [0, *starts.values()], ended.output
@@ -193,9 +189,7 @@ def test_told_to_stop(tmp_path: Path, unbroken: Losses, whom: str, code: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "seed"), [("ddp", 1), ("zero1", 2), ("zero2", 3), ("zero3", 4), ("zero3", 5)]
-)
+@pytest.mark.parametrize(("strategy", "seed"), [("ddp", 1), ("zero1", 2), ("zero3", 4)])
 def test_killed_again_and_again(tmp_path: Path, strategy: str, seed: int) -> None:
     options = (f"--strategy={strategy}",)
     whole = losses_of(run(tmp_path / "unbroken", 2, [], saves=False, options=options))
