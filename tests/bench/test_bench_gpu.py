@@ -9,11 +9,10 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from gpu_parts import compiled, nccl, ranks, speed, steady, tools
+from gpu_parts import compiled, speed, tools
 from gpu_parts.plan import PARTS, Options, Part, Skipped
 from gpu_parts.processes import read_record, rows_of, run_items, run_part, write_record
 from gpu_parts.trace import COUNTED, read_trace
-from gpu_parts.worlds import Start
 from one_device.groups import IN_GROUP
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.py"

@@ -315,37 +315,27 @@ class SettingsRun(Run):
             )
         self.optimizer = self.make_optimizer()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        params = list(self.model.parameters())
-        name = self.draw["optimizer"]
-        if name == "sgd":
-            return torch.optim.SGD(params, lr=0.05, foreach=False)
-        is_mixed = self.draw["ignored"] or self.draw["placement"] == "meshes" or "tp" in self.draw["place"]
-        if name == "momentum":
-            return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
+    def make_optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
         # torch has no foreach operations on DTensors of different meshes.
-        foreach = {"adamw": None, "adamw_foreach": not is_mixed, "adamw_loop": False}[name]
-        return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=foreach)
+        foreach = {"adamw": None, "adamw_foreach": not self.is_mixed}
+        return super().make_optimizer(foreach.get(self.draw["optimizer"], False))
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.draw["ignored"] or self.draw["placement"] == "meshes" or "tp" in self.draw["place"])
 
     # --- the script ---
 
     def run(self) -> Notes:
-        spared = []
-        for number, step in enumerate(self.draw["steps"]):
-            self.place = f"step {number}, {step['before']}"
-            model = self.model
-            if step["before"] is not None:
-                getattr(self, f"do_{step['before']}")(self.model.blocks[step["target"]], step)
-            if self.model is not model:
-                spared.append(model)
-            self.place = f"step {number}"
-            self.train(step)
-        self.place = "at the end"
-        for model in [*spared, self.model]:
-            self.note_parameters(model)
+        self.run_steps()
         return self.notes
 
-    def train(self, step: Draw) -> None:
+    def act_before(self, number: int, step: Draw) -> None:
+        self.place = f"step {number}, {step['before']}"
+        if step["before"] is not None:
+            getattr(self, f"do_{step['before']}")(self.model.blocks[step["target"]], step)
+
+    def train(self, number: int, step: Draw) -> None:
         self.zero_gradients(step["zero"])
         for micro in step["micro"]:
             if micro["between"] is not None:
@@ -379,8 +369,7 @@ class SettingsRun(Run):
         return bool(self.draw["ignored"]) and param is self.model.outlet.bias
 
     def clip(self, limit: float) -> None:
-        is_mixed = self.draw["ignored"] or self.draw["placement"] == "meshes" or "tp" in self.draw["place"]
-        if not is_mixed:
+        if not self.is_mixed:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
             self.note("norm", full(norm))
             return
@@ -417,11 +406,6 @@ class SettingsRun(Run):
             self.note("input gradient", gradient.pow(2).sum() / self.count, "mean")
         self.loss().backward()
 
-    def micro_eval_between(self) -> None:
-        loss = self.loss()
-        self.evaluate(self.model)
-        loss.backward()
-
     def micro_fails_first(self) -> None:
         """A forward that fails leaves nothing, so accumulation goes on."""
         self.fail_forward(0)
@@ -431,13 +415,6 @@ class SettingsRun(Run):
 
     def do_eval(self, block: nn.Module, step: Draw) -> None:
         self.evaluate(self.model)
-
-    def evaluate(self, module: nn.Module) -> None:
-        self.model.eval()
-        with torch.no_grad():
-            output = self.call(module, self.batch())
-        self.note("output", output.double().pow(2).mean(), "mean")
-        self.model.train()
 
     def do_inference(self, block: nn.Module, step: Draw) -> None:
         with torch.inference_mode():
@@ -491,13 +468,6 @@ class SettingsRun(Run):
 
     def do_fail_forward(self, block: nn.Module, step: Draw) -> None:
         self.fail_forward(step["target"])
-
-    def fail_forward(self, place: int) -> None:
-        """The root's own code fails, before or between its blocks."""
-        self.model.fails_at = place
-        with pytest.raises(Failure):
-            self.call(self.model, self.batch())
-        self.model.fails_at = None
 
     def do_fail_block(self, block: nn.Module, step: Draw) -> None:
         self.fail_in(block, fail)

@@ -559,14 +559,6 @@ class StrategyRun(Run):
             self.model.checkpoint = None  # recomputing changes no number
         self.optimizer = self.make_optimizer()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        params = list(self.model.parameters())
-        # torch has no foreach operations on DTensors of different meshes.
-        if self.draw["optimizer"] == "adamw":
-            return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=False)
-        momentum = 0.9 if self.draw["optimizer"] == "momentum" else 0.0
-        return torch.optim.SGD(params, lr=0.05, momentum=momentum, foreach=False)
-
     def answer(self, find: Callable[[], Any]) -> Any:
         """What the sharded run finds; the plain run is told."""
         if not self.is_sharded:
@@ -577,20 +569,13 @@ class StrategyRun(Run):
     # --- the script ---
 
     def run(self) -> tuple[Notes, list[Any]]:
-        spared = []
-        for number, step in enumerate(self.draw["steps"]):
-            if self.draw["hook"] == number:
-                self.register_hook()
-            model = self.model
-            self.act(step["before"], f"step {number}, before")
-            if self.model is not model:
-                spared.append(model)
-            self.place = f"step {number}"
-            self.train(number, step)
-        self.place = "at the end"
-        for model in [*spared, self.model]:
-            self.note_parameters(model)
+        self.run_steps()
         return self.notes, self.answers
+
+    def act_before(self, number: int, step: Draw) -> None:
+        if self.draw["hook"] == number:
+            self.register_hook()
+        self.act(step["before"], f"step {number}, before")
 
     def register_hook(self) -> None:
         if not self.is_sharded:
@@ -679,11 +664,6 @@ class StrategyRun(Run):
         loss = (self.model(x) - x).pow(2).mean()
         self.note("loss", loss.double(), "mean")
         return loss
-
-    def micro_eval_between(self) -> None:
-        loss = self.loss()
-        self.do_eval({"where": "root", "target": 0})
-        loss.backward()
 
     def micro_fails_first(self) -> None:
         self.do_fail({"where": "forward", "place": 1})
@@ -845,11 +825,7 @@ class StrategyRun(Run):
         module = self.module_for(action)
         if action["where"] == "block" and not self.answer(lambda: self.may_run_alone(module)):
             return
-        self.model.eval()
-        with torch.no_grad():
-            output = module(self.batch())
-        self.model.train()
-        self.note("output", output.double().pow(2).mean(), "mean")
+        self.evaluate(module)
 
     def may_run_alone(self, block: nn.Module) -> bool:
         return isinstance(block, FSDPModule) and self.draw["tie"] not in ("root_block", "blocks")
@@ -872,10 +848,7 @@ class StrategyRun(Run):
     def do_fail(self, action: Draw) -> None:
         """A forward fails, or a backward, after which all gradients are thrown away."""
         if action["where"] == "forward":
-            self.model.fails_at = action["place"] % (len(self.model.order) + 1)
-            with pytest.raises(Failure):
-                self.model(self.batch())
-            self.model.fails_at = None
+            self.fail_forward(action["place"] % (len(self.model.order) + 1))
             return
         block = self.model.blocks[action["place"] % len(self.model.blocks)]
         self.fail_in_backward(block)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from meshed import BATCH_SIZE, part
 from models import random_batch
@@ -40,11 +41,37 @@ class Run:
         self.num_batches = 0
         self.place = "start"
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        raise NotImplementedError
+    def make_optimizer(self, foreach: bool | None = False) -> torch.optim.Optimizer:
+        params, name = list(self.model.parameters()), self.draw["optimizer"]
+        if name.startswith("adamw"):
+            return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=foreach)
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
     def loss(self) -> Tensor:
         raise NotImplementedError
+
+    def act_before(self, number: int, step: Draw) -> None:
+        raise NotImplementedError
+
+    def train(self, number: int, step: Draw) -> None:
+        raise NotImplementedError
+
+    def call(self, module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+    def run_steps(self) -> None:
+        """Also notes models that a copy has replaced meanwhile."""
+        spared = []
+        for number, step in enumerate(self.draw["steps"]):
+            model = self.model
+            self.act_before(number, step)
+            if self.model is not model:
+                spared.append(model)
+            self.place = f"step {number}"
+            self.train(number, step)
+        self.place = "at the end"
+        for model in [*spared, self.model]:
+            self.note_parameters(model)
 
     def batch(self) -> Tensor:
         self.num_batches += 1
@@ -80,7 +107,26 @@ class Run:
         loss.backward(retain_graph=True)
         loss.backward()
 
+    def micro_eval_between(self) -> None:
+        loss = self.loss()
+        self.evaluate(self.model)
+        loss.backward()
+
     # --- between them ---
+
+    def evaluate(self, module: nn.Module) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            output = self.call(module, self.batch())
+        self.note("output", output.double().pow(2).mean(), "mean")
+        self.model.train()
+
+    def fail_forward(self, place: int) -> None:
+        """The root's own code fails, before or between its blocks."""
+        self.model.fails_at = place
+        with pytest.raises(Failure):
+            self.call(self.model, self.batch())
+        self.model.fails_at = None
 
     def scale(self, factor: float, through_data: bool = False) -> None:
         with torch.no_grad():

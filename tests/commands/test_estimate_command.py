@@ -20,7 +20,7 @@ WORDS = [
 
 
 def build() -> Tower:
-    return Tower(width=512, hidden=1024)
+    return Tower(width=512, hidden=1024, depth=2)
 
 
 def build_list() -> list[Tower]:

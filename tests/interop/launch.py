@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -43,6 +44,16 @@ def run_job(function: Any, folder: Path, *, ranks: int = 2) -> Any:
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "result.pt")
+
+
+def result_of(job: Any, *, ranks: int = 2) -> Any:
+    """A fixture of a module: what a job comes to, which runs once."""
+
+    @pytest.fixture(scope="module")
+    def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        return run_job(job, tmp_path_factory.mktemp(job.__name__), ranks=ranks)
+
+    return result
 
 
 def main(module: str, name: str, folder: str) -> None:

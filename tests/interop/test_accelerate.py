@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from launch import run_job
+from launch import result_of, run_job
 from tiny_models import (
     LIBRARIES,
     adamw,
@@ -78,9 +78,7 @@ def training(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(training, tmp_path_factory.mktemp("accelerate"))
+trained = result_of(training)
 
 
 def test_it_trains_on_our_modules(trained: Any) -> None:
@@ -161,9 +159,7 @@ def variants(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def varied(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(variants, tmp_path_factory.mktemp("variants"))
+varied = result_of(variants)
 
 
 @pytest.mark.parametrize("case", VARIANTS)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
-from launch import run_job
+from launch import result_of
 from tiny_models import NORM, RANKS, assert_same, mean_of_ranks, own, whole
 
 from shardwise import register_fsdp_forward_method, shard_model
@@ -104,9 +104,7 @@ def training(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(training, tmp_path_factory.mktemp("diffusers"))
+sharded = result_of(training)
 
 
 @pytest.mark.parametrize("kind", LOSSES)

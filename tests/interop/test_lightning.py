@@ -10,7 +10,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
 import lightning
-from launch import run_job
+from launch import result_of, run_job
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
 from sent_bytes import counting_bytes
@@ -73,9 +73,7 @@ def fabric_steps(fabric: Any, model: Any, optimizer: Any, steps: range) -> list[
     return sent
 
 
-@pytest.fixture(scope="module")
-def fabric(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(with_fabric, tmp_path_factory.mktemp("fabric"))
+fabric = result_of(with_fabric)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

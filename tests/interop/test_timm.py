@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from launch import run_job
+from launch import result_of
 from tiny_models import RANKS, assert_same, mean_of_ranks, whole
 
 from shardwise import shard_model
@@ -107,9 +107,7 @@ def training(folder: Path) -> dict[str, Any]:
     return {kind: sharded(build) for kind, build in MODELS.items()}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(training, tmp_path_factory.mktemp("timm"))
+trained = result_of(training)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from launch import run_job
+from launch import result_of, run_job
 from tiny_models import (
     LIBRARIES,
     NORM,
@@ -232,9 +232,7 @@ def saved_by_hand(folder: Path) -> dict[str, Any]:
     return facts(model) | {"read": dict(read.state_dict())}
 
 
-@pytest.fixture(scope="module")
-def oddities(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(odd_ways, tmp_path_factory.mktemp("oddities"))
+oddities = result_of(odd_ways)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -315,9 +313,7 @@ def trained_on_mesh(model: Any, folder: Path, **options: Any) -> dict[str, Any]:
     return facts(trainer.model)
 
 
-@pytest.fixture(scope="module")
-def meshed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(on_meshes, tmp_path_factory.mktemp("meshes"), ranks=4)
+meshed = result_of(on_meshes, ranks=4)
 
 
 @pytest.mark.parametrize("case", [*MESHES, "parallelism_config"])

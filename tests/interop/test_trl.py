@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 
 import trl
 from datasets import Dataset
-from launch import run_job
+from launch import result_of
 from tiny_models import (
     RANKS,
     ROWS,
@@ -104,14 +104,10 @@ def training(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(training, tmp_path_factory.mktemp("plain"), ranks=1)
+plain = result_of(training, ranks=1)
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_job(training, tmp_path_factory.mktemp("sharded"))
+sharded = result_of(training)
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

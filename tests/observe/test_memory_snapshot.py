@@ -217,63 +217,43 @@ Row = tuple[float, float, float, float, float]
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 REDUCED_IN_F32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def of_a_step(forward: Row, between: Row, backward: Row, after: Row) -> dict[str, Row]:
+    """Before forward there are the shards alone."""
+    shards = (after[0], 0, 0, 0, 0)
+    rows = {"before the first forward": shards, "before forward": shards, "in forward": forward}
+    return rows | {"between": between, "in backward": backward, "after backward": after}
+
+
 CASES: dict[str, tuple[int, Callable[[Any, Take], None], dict[str, Any], dict[str, Row]]] = {
     "one rank": (1, a_step, {}, {
-        "before the first forward": (5, 0, 0, 0, 0),
-        "before forward": (5, 0, 0, 0, 0),
-        "in forward": (5, 0, 0, 0, 0),  # full parameters are the shards
-        "between": (5, 0, 0, 0, 0),
-        "in backward": (5, 0, 0, 0.5, 3),  # half of the gradients of a block were summed and freed
-        "after backward": (5, 0, 0, 0, 5),
+        # in forward: full parameters are the shards
+        # in backward: half of the gradients of a block were summed and freed
+        **of_a_step((5, 0, 0, 0, 0), (5, 0, 0, 0, 0), (5, 0, 0, 0.5, 3), (5, 0, 0, 0, 5)),
     }),
     "one rank, bf16": (1, a_step, {"mp_policy": BF16}, {
-        "before the first forward": (5, 0, 0, 0, 0),
-        "before forward": (5, 0, 0, 0, 0),
-        "in forward": (5, 1.5, 0, 0, 0),
-        "between": (5, 1, 0, 0, 0),
-        "in backward": (5, 1.5, 0, 0, 2.5),  # on a rank that is alone none are in flight
-        "after backward": (5, 0, 0, 0, 5),
+        # in backward: on a rank that is alone none are in flight
+        **of_a_step((5, 1.5, 0, 0, 0), (5, 1, 0, 0, 0), (5, 1.5, 0, 0, 2.5), (5, 0, 0, 0, 5)),
     }),
     "two ranks": (2, a_step, {}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
-        "before forward": (2.5, 0, 0, 0, 0),
-        "in forward": (2.5, 3, 0, 0, 0),  # the root's, the block's, and the next block's
-        "between": (2.5, 2, 0, 0, 0),  # the root's and the last block's
-        "in backward": (2.5, 3, 0, 1, 1.5),
-        "after backward": (2.5, 0, 0, 0, 2.5),
+        # in forward: the root's, the block's, and the next block's
+        # between: the root's and the last block's
+        **of_a_step((2.5, 3, 0, 0, 0), (2.5, 2, 0, 0, 0), (2.5, 3, 0, 1, 1.5), (2.5, 0, 0, 0, 2.5)),
     }),
     "kept in part after forward": (4, a_step, {"reshard_after_forward": 2}, {
-        "before the first forward": (1.25, 0, 0, 0, 0),
-        "before forward": (1.25, 0, 0, 0, 0),
-        "in forward": (1.25, 3.5, 0, 0, 0),
-        "between": (1.25, 2.5, 0, 0, 0),
-        "in backward": (1.25, 3.5, 0, 1, 0.75),
-        "after backward": (1.25, 0, 0, 0, 1.25),
+        **of_a_step((1.25, 3.5, 0, 0, 0), (1.25, 2.5, 0, 0, 0), (1.25, 3.5, 0, 1, 0.75), (1.25, 0, 0, 0, 1.25)),
     }),
     "bf16, reduced in float32": (2, a_step, {"mp_policy": REDUCED_IN_F32}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
-        "before forward": (2.5, 0, 0, 0, 0),
-        "in forward": (2.5, 1.5, 0, 0, 0),
-        "between": (2.5, 1, 0, 0, 0),
-        "in backward": (2.5, 1.5, 0, 1, 1.5),
-        "after backward": (2.5, 0, 0, 0, 2.5),
+        **of_a_step((2.5, 1.5, 0, 0, 0), (2.5, 1, 0, 0, 0), (2.5, 1.5, 0, 1, 1.5), (2.5, 0, 0, 0, 2.5)),
     }),
     "kept storage": (2, a_step_with_kept_storage, {}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
+        **of_a_step((2.5, 3, 0, 0, 0), (2.5, 2, 1, 0, 0), (2.5, 3, 0, 1, 1.5), (2.5, 0, 1, 0, 2.5)),
         "before forward": (2.5, 0, 1, 0, 0),
-        "in forward": (2.5, 3, 0, 0, 0),
-        "between": (2.5, 2, 1, 0, 0),
-        "in backward": (2.5, 3, 0, 1, 1.5),
-        "after backward": (2.5, 0, 1, 0, 2.5),
         "given back": (2.5, 0, 0, 0, 2.5),
     }),
     "a frozen block": (2, a_step_with_a_frozen_block, {}, {
-        "before the first forward": (2.5, 0, 0, 0, 0),
-        "before forward": (2.5, 0, 0, 0, 0),
-        "in forward": (2.5, 3, 0, 0, 0),
-        "between": (2.5, 2, 0, 0, 0),
-        "in backward": (2.5, 3, 0, 1, 1),
-        "after backward": (2.5, 0, 0, 0, 2),
+        **of_a_step((2.5, 3, 0, 0, 0), (2.5, 2, 0, 0, 0), (2.5, 3, 0, 1, 1), (2.5, 0, 0, 0, 2)),
     }),
     "accumulation": (2, accumulation, {}, {
         "one microbatch": (2.5, 0, 0, 5, 0),  # .grad has no values

@@ -53,8 +53,10 @@ def test_a_small_model_on_two_hosts(world4: World, strategy: str, checkpointing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [*((strategy, "25M") for strategy in STRATEGIES), ("zero3", "100M"), ("ddp", "100M")],
+)
 def test_larger_models(world4: World, strategy: str, size: str) -> None:
     assert_within_bounds(world4, 4, strategies=[strategy], checkpointing=[False, True], **SIZES[size])
 

@@ -55,8 +55,6 @@ class Scenario:
     name: str
     recipe: Recipe
     host_waits: dict[str, int] = field(default_factory=dict)
-    known_race: str = ""
-    """Why it has races today."""
 
     def __str__(self) -> str:
         return self.name
@@ -113,12 +111,12 @@ def names_of_nan(model: nn.Module) -> list[str]:
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(name: str, known_race: str = "", **host_waits: int) -> Callable[[Recipe], Recipe]:
+def scenario(name: str, **host_waits: int) -> Callable[[Recipe], Recipe]:
     """Register a recipe. Names of waits are written with underscores."""
 
     def register(recipe: Recipe) -> Recipe:
         waits = {what.replace("_", " "): count for what, count in host_waits.items()}
-        SCENARIOS[name] = Scenario(name, recipe, waits, known_race)
+        SCENARIOS[name] = Scenario(name, recipe, waits)
         return recipe
 
     return register

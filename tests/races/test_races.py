@@ -24,14 +24,13 @@ SLOW = {  # much like others
 }
 
 
-def case(name: str) -> object:
-    marks = [pytest.mark.slow] if name in SLOW else []
-    if reason := SCENARIOS[name].known_race:
-        marks.append(pytest.mark.xfail(reason=reason, strict=True))
-    return pytest.param(SCENARIOS[name], marks=marks, id=name)
-
-
-@pytest.mark.parametrize("scenario", [case(name) for name in SCENARIOS])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if name in SLOW else [], id=name)
+        for name, each in SCENARIOS.items()
+    ],
+)
 def test_every_access_waits_for_what_it_depends_on_and_every_wait_is_listed(scenario: Scenario) -> None:
     outcome = run(scenario)
     assert not outcome.findings, told(outcome.findings)

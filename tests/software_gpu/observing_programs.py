@@ -14,31 +14,17 @@ from gpt import GPT, batch_of
 import shardwise
 from shardwise.commands import doctor
 from shardwise.observe import count_collectives, memory_snapshot
-from software_gpu.training import Model, join, tokens
+from software_gpu.training import join, sharded_model, train
 
 SIZES = argparse.Namespace(vocab=64, width=256, heads=4, layers=4, context=8, batch=1)
 
 
-def small_model(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model: Any = Model().cuda()
-    shardwise.shard_model(model, **settings)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    model(tokens(number, dist.get_rank()).cuda()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def check_trace(folder: Path) -> None:
     """Spans by events of the device lie in the order of a step; ranks' files are merged."""
-    model, optimizer = small_model()
-    for number in range(2):
-        step(model, optimizer, number)
+    model, optimizer = sharded_model()
+    train(model, optimizer, range(2))
     with shardwise.trace(model) as trace:
-        step(model, optimizer, 2)
+        train(model, optimizer, [2])
     works = {work.name: (work.unshards, work.reductions) for work in trace.groups}
     assert works == {"Model": (1, 1), "blocks.0": (2, 1), "blocks.1": (2, 1), "blocks.2": (1, 1)}
     spans = trace.recording.of_row("computation")
@@ -60,10 +46,10 @@ def check_snapshots(folder: Path) -> None:
     torch.cuda.memory._record_memory_history()
     gc.collect()  # an earlier model has cycles
     before = active_bytes()
-    model, optimizer = small_model()
-    step(model, optimizer, 0)
+    model, optimizer = sharded_model()
+    train(model, optimizer, [0])
     with count_collectives(model) as counts:
-        step(model, optimizer, 1)
+        train(model, optimizer, [1])
     blocks = {"blocks.0": 2, "blocks.1": 2, "blocks.2": 1}
     assert counts.all_gather == {"Model": 1, **blocks}
     assert counts.reduce_scatter == dict.fromkeys(["Model", *blocks], 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import CPUOffloadPolicy
-from software_gpu.training import Model, join, tokens
+from software_gpu.training import Model, join, sharded_model, train
 
 STEPS = 3
 
@@ -146,34 +146,18 @@ def check_generation(mesh: Any) -> None:
 
 
 def new_model(mesh: Any, strategy: str = "zero3", **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model: Any = Model().cuda()
-    if strategy.startswith("hybrid"):
-        settings["mesh"] = None
-    shardwise.shard_model(model, strategy=strategy, **({"mesh": mesh} | settings))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    losses = []
-    for step in numbers:
-        loss = model(tokens(step, dist.get_rank()).cuda())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return sharded_model(strategy=strategy, mesh=mesh, **settings)
 
 
 def check_resume(mesh: Any, folder: Path) -> None:
     """A checkpoint of one strategy is resumed by others; the losses are those of the run that goes on."""
     model, optimizer = new_model(mesh)
-    steps(model, optimizer, range(STEPS))
+    train(model, optimizer, range(STEPS))
     random_state = torch.cuda.get_rng_state()
     shardwise.save_checkpoint(
         folder / "3", model, optimizer, shared={"step": STEPS}, per_rank={"cuda": random_state}
     )
-    expected = steps(model, optimizer, range(STEPS, 2 * STEPS))
+    expected = train(model, optimizer, range(STEPS, 2 * STEPS))
     for strategy, settings in (
         ("zero3", {}),
         ("zero2", {}),
@@ -181,11 +165,11 @@ def check_resume(mesh: Any, folder: Path) -> None:
         ("zero3", {"offload_policy": "cpu"}),
     ):
         other, its_optimizer = new_model(mesh, strategy, **settings)
-        steps(other, its_optimizer, range(7, 8))  # something else, that loading has to replace
+        train(other, its_optimizer, range(7, 8))  # something else, that loading has to replace
         loaded = shardwise.load_checkpoint(folder / "3", other, its_optimizer)
         assert loaded.shared["step"] == STEPS
         assert torch.equal(loaded.per_rank["cuda"], random_state)
-        found = steps(other, its_optimizer, range(STEPS, 2 * STEPS))
+        found = train(other, its_optimizer, range(STEPS, 2 * STEPS))
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-5, (strategy, settings)
 
 
@@ -193,17 +177,17 @@ def check_asynchronous_save(mesh: Any, folder: Path) -> None:
     """What is saved beside later steps is what there was before them, also of shards on the host."""
     for name, settings in (("device", {}), ("host", {"offload_policy": "cpu"})):
         model, optimizer = new_model(mesh, **settings)
-        steps(model, optimizer, range(STEPS))
+        train(model, optimizer, range(STEPS))
         before = copy.deepcopy(shardwise.full_state_dict(model))
         pending = shardwise.save_checkpoint(folder / name, model, optimizer, asynchronous=True)
-        expected = steps(model, optimizer, range(STEPS, 2 * STEPS))
+        expected = train(model, optimizer, range(STEPS, 2 * STEPS))
         pending.wait()
         other, its_optimizer = new_model(mesh, "zero2")
         shardwise.load_checkpoint(folder / name, other, its_optimizer)
         after = shardwise.full_state_dict(other)
         for key in after or {}:
             assert torch.equal(after[key].cpu(), before[key].cpu()), (name, key)
-        found = steps(other, its_optimizer, range(STEPS, 2 * STEPS))
+        found = train(other, its_optimizer, range(STEPS, 2 * STEPS))
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-5, name
 
 

@@ -2,12 +2,15 @@
 
 import functools
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,6 +45,25 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.out(x).float().flatten(0, 1), tokens.flatten())
+
+
+def sharded_model(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """By `shard_model`, and its optimizer."""
+    torch.manual_seed(0)
+    model: Any = Model().cuda()
+    shardwise.shard_model(model, **settings)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(tokens(step, dist.get_rank()).cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
 
 
 def tokens(batch: int, rank: int) -> Tensor:

@@ -5,6 +5,7 @@ import io
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,16 +28,20 @@ def model_to_train() -> Any:
     return shard_tower(built(SquareTower, WIDTH, 2, seed=0))
 
 
+def variable_is(text: str) -> Any:
+    return mock.patch.dict(os.environ, SHARDWISE_TRACE=text)
+
+
 @pytest.mark.parametrize(("text", "step"), [("", None), ("step", 5), ("2", 2), (" 31 ", 31)])
-def test_the_variable_names_a_step(text: str, step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_TRACE", text)
-    assert step_to_trace() == step
+def test_the_variable_names_a_step(text: str, step: int | None) -> None:
+    with variable_is(text):
+        assert step_to_trace() == step
 
 
 @pytest.mark.parametrize("text", ["1", "0", "-3", "2.5", "yes", "steps"])
-def test_what_names_no_step_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_TRACE", text)
-    with pytest.raises(ValueError, match=f"SHARDWISE_TRACE is '{text}'; set it to the number of the step"):
+def test_what_names_no_step_is_refused(text: str) -> None:
+    message = f"SHARDWISE_TRACE is '{text}'; set it to the number of the step"
+    with variable_is(text), pytest.raises(ValueError, match=message):
         step_to_trace()
 
 
@@ -45,29 +50,25 @@ def train(folder: Path, variable: str, num_steps: int = 4) -> tuple[list[int], s
 
     Each step has two microbatches and two optimizers.
     """
-    os.environ["SHARDWISE_TRACE"] = variable
     printed = io.StringIO()
-    try:
-        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-            model = model_to_train()
-            optimizers = [
-                torch.optim.AdamW(model.outlet.parameters()),
-                torch.optim.SGD(model.blocks.parameters(), lr=0.1),
-            ]
-            root, counts = module_state_of(model).root, []
-            for _ in range(num_steps):
-                counts.append(len(root.features))
-                with no_sync(model):
-                    mean_of_squares(model, random_batch(0, 4, WIDTH)).backward()
-                mean_of_squares(model, random_batch(1, 4, WIDTH)).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                model.zero_grad()
+    with variable_is(variable), contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        model = model_to_train()
+        optimizers = [
+            torch.optim.AdamW(model.outlet.parameters()),
+            torch.optim.SGD(model.blocks.parameters(), lr=0.1),
+        ]
+        root, counts = module_state_of(model).root, []
+        for _ in range(num_steps):
             counts.append(len(root.features))
-            torch.distributed.barrier()
-            return counts, printed.getvalue(), sorted(map(str, Path().rglob("*.*")))
-    finally:
-        del os.environ["SHARDWISE_TRACE"]
+            with no_sync(model):
+                mean_of_squares(model, random_batch(0, 4, WIDTH)).backward()
+            mean_of_squares(model, random_batch(1, 4, WIDTH)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        counts.append(len(root.features))
+        torch.distributed.barrier()
+        return counts, printed.getvalue(), sorted(map(str, Path().rglob("*.*")))
 
 
 def test_one_step_is_traced_on_all_ranks_and_then_nothing_is_left(world2: World, tmp_path: Path) -> None:
@@ -108,30 +109,25 @@ def test_a_folder_that_cannot_be_written_ends_no_training(world1: World, tmp_pat
 
 @on_ranks(1)
 def test_fully_shard_refuses_it_before_it_changes_the_model() -> None:
-    os.environ["SHARDWISE_TRACE"] = "first"
     model = nn.Linear(4, 4)
-    try:
-        with pytest.raises(ValueError, match="SHARDWISE_TRACE is 'first'") as caught:
-            fully_shard(model)
-    finally:
-        del os.environ["SHARDWISE_TRACE"]
+    with (
+        variable_is("first"),
+        pytest.raises(ValueError, match="SHARDWISE_TRACE is 'first'") as caught,
+    ):
+        fully_shard(model)
     assert "or to 'step' for step 5" in str(caught.value)
     assert type(model) is nn.Linear
 
 
 def traced_by_the_program(folder: Path) -> tuple[int, list[str]]:
-    os.environ["SHARDWISE_TRACE"] = "3"
-    try:
-        with contextlib.chdir(folder):
-            model = model_to_train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with trace(model):
-                for step in range(3):
-                    mean_of_squares(model, random_batch(step, 4, WIDTH)).backward()
-                    optimizer.step()
-            return len(module_state_of(model).root.features), sorted(map(str, Path().rglob("*.*")))
-    finally:
-        del os.environ["SHARDWISE_TRACE"]
+    with variable_is("3"), contextlib.chdir(folder):
+        model = model_to_train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with trace(model):
+            for step in range(3):
+                mean_of_squares(model, random_batch(step, 4, WIDTH)).backward()
+                optimizer.step()
+        return len(module_state_of(model).root.features), sorted(map(str, Path().rglob("*.*")))
 
 
 def test_a_step_that_the_program_traces_itself_is_left_to_it(world2: World, tmp_path: Path) -> None:
