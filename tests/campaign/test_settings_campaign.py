@@ -9,6 +9,7 @@ A draw is a dict of plain values: where ranks stand, the model, how it is wrappe
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -332,14 +333,12 @@ class SettingsRun(Run):
 
     def act_before(self, number: int, step: Draw) -> None:
         self.place = f"step {number}, {step['before']}"
-        if step["before"] is not None:
-            getattr(self, f"do_{step['before']}")(self.model.blocks[step["target"]], step)
+        self.act(step["before"], step)
 
     def train(self, number: int, step: Draw) -> None:
         self.zero_gradients(step["zero"])
         for micro in step["micro"]:
-            if micro["between"] is not None:
-                getattr(self, f"do_{micro['between']}")(self.model.blocks[step["target"]], step)
+            self.act(micro["between"], step)
             if self.is_sharded:
                 self.model.set_requires_gradient_sync(micro["sync"])
                 self.model.set_requires_all_reduce(micro["all_reduce"])
@@ -413,8 +412,12 @@ class SettingsRun(Run):
 
     # --- between steps ---
 
-    def do_eval(self, block: nn.Module, step: Draw) -> None:
-        self.evaluate(self.model)
+    def act(self, what: str | None, step: Draw) -> None:
+        block = self.model.blocks[step["target"]]
+        if what in SIMPLE_ACTS:
+            SIMPLE_ACTS[what](self, block, step)
+        elif what is not None:
+            getattr(self, f"do_{what}")(block, step)
 
     def do_inference(self, block: nn.Module, step: Draw) -> None:
         with torch.inference_mode():
@@ -429,15 +432,6 @@ class SettingsRun(Run):
         ]:
             self.evaluate(block)
 
-    def do_eval_grad(self, block: nn.Module, step: Draw) -> None:
-        self.loss()
-
-    def do_full_state(self, block: nn.Module, step: Draw) -> None:
-        self.through_state(full_values=True)
-
-    def do_sharded_state(self, block: nn.Module, step: Draw) -> None:
-        self.through_state(full_values=False)
-
     def do_assign_state(self, block: nn.Module, step: Draw) -> None:
         self.through_state(full_values=False, assign=True)
         self.optimizer = self.make_optimizer()
@@ -448,32 +442,14 @@ class SettingsRun(Run):
         broadcast = self.draw["place"].startswith("tp") and self.draw["sizes"] != "even"
         self.through_dcp(StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
 
-    def do_dcp_sharded(self, block: nn.Module, step: Draw) -> None:
-        self.through_dcp(StateDictOptions())
-
-    def do_optimizer_state(self, block: nn.Module, step: Draw) -> None:
-        self.reload_optimizer()
-
     def do_deepcopy(self, block: nn.Module, step: Draw) -> None:
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.make_optimizer()
-
-    def do_freeze(self, block: nn.Module, step: Draw) -> None:
-        block.requires_grad_(False)
 
     def do_unfreeze(self, block: nn.Module, step: Draw) -> None:
         for param in self.model.parameters():
             if param.is_floating_point():
                 param.requires_grad_(True)
-
-    def do_fail_forward(self, block: nn.Module, step: Draw) -> None:
-        self.fail_forward(step["target"])
-
-    def do_fail_block(self, block: nn.Module, step: Draw) -> None:
-        self.fail_in(block, fail)
-
-    def do_fail_inside(self, block: nn.Module, step: Draw) -> None:
-        self.fail_in(list(block.modules())[-1], fail)
 
     def fail_in(self, module: nn.Module, hook: Any) -> None:
         handle = module.register_forward_hook(hook)
@@ -483,12 +459,6 @@ class SettingsRun(Run):
 
     def do_fail_backward(self, block: nn.Module, step: Draw) -> None:
         assert self.fail_in_backward(block)
-
-    def do_edit(self, block: nn.Module, step: Draw) -> None:
-        self.scale(0.9)
-
-    def do_edit_data(self, block: nn.Module, step: Draw) -> None:
-        self.scale(0.9, through_data=True)
 
     def do_unshard(self, block: nn.Module, step: Draw) -> None:
         if isinstance(block, FSDPModule):
@@ -503,7 +473,7 @@ class SettingsRun(Run):
     def do_unshard_edit(self, block: nn.Module, step: Draw) -> None:
         """What was unsharded ahead is not what the next forward uses."""
         self.do_unshard_async(block, step)
-        self.do_edit(block, step)
+        self.scale(0.9)
 
     def do_waste(self, block: nn.Module, step: Draw) -> None:
         """A backward without synchronisation, whose gradients the step's zero_grad clears."""
@@ -520,6 +490,22 @@ class SettingsRun(Run):
     def do_resharding(self, block: nn.Module, step: Draw) -> None:
         if self.is_sharded:
             self.model.set_reshard_after_forward(step["target"] % 2 == 0)
+
+
+SIMPLE_ACTS: dict[str | None, Callable[[SettingsRun, nn.Module, Draw], Any]] = {
+    "eval": lambda run, block, step: run.evaluate(run.model),
+    "eval_grad": lambda run, block, step: run.loss(),
+    "full_state": lambda run, block, step: run.through_state(full_values=True),
+    "sharded_state": lambda run, block, step: run.through_state(full_values=False),
+    "dcp_sharded": lambda run, block, step: run.through_dcp(StateDictOptions()),
+    "optimizer_state": lambda run, block, step: run.reload_optimizer(),
+    "freeze": lambda run, block, step: block.requires_grad_(False),
+    "fail_forward": lambda run, block, step: run.fail_forward(step["target"]),
+    "fail_block": lambda run, block, step: run.fail_in(block, fail),
+    "fail_inside": lambda run, block, step: run.fail_in(list(block.modules())[-1], fail),
+    "edit": lambda run, block, step: run.scale(0.9),
+    "edit_data": lambda run, block, step: run.scale(0.9, through_data=True),
+}
 
 
 def run_sharded(draw: Draw) -> Notes:

@@ -21,7 +21,6 @@ from races.scenarios import (
     DIRECT,
     LOW,
     MIXED,
-    PLACE,
     WIDTH,
     Recipe,
     Step,
@@ -119,7 +118,7 @@ def subclasses(kind: type[Wrapper]) -> Recipe:
         sharded = tower(model=SubclassStack(kind, 16, is_sharded=True), comm_policy=None)
 
         def step() -> nn.Module:
-            sharded(PLACE.make_input(4, SMALL_WIDTH, dtype=torch.float64)).square().mean().backward()
+            sharded(torch.randn(4, SMALL_WIDTH, dtype=torch.float64)).square().mean().backward()
             return sharded
 
         return step

@@ -8,13 +8,11 @@ Parameters are sent one by one (`DIRECT`) or packed, and gradients in several pa
 flight at once.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from models import Tower, shard_tower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,18 +32,6 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 Step = Callable[[], nn.Module]
 """Takes one step and returns the model."""
 Recipe = Callable[[Simulation], Step]
-
-
-@dataclass
-class Place:
-    """What recipes ask for where they run: here, or on the devices of `tests/software_gpu`."""
-
-    device_type: str
-    make_input: Callable[..., Tensor]
-    """As `torch.randn`."""
-
-
-PLACE = Place(DEVICE_TYPE, torch.randn)
 
 
 @dataclass(frozen=True)
@@ -126,11 +112,7 @@ def scenario(name: str, **host_waits: int) -> Callable[[Recipe], Recipe]:
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
-    """Over eight ranks; where there are fewer, the longest axis is shorter."""
-    fitting = list(shape)
-    fitting[shape.index(max(shape))] = max(shape) * dist.get_world_size() // math.prod(shape)
-    names = ("shard",) if len(shape) == 1 else names
-    return init_device_mesh(PLACE.device_type, tuple(fitting), mesh_dim_names=names)
+    return init_device_mesh(DEVICE_TYPE, shape, mesh_dim_names=names[-len(shape) :])
 
 
 def tower(*shape: int, model: nn.Module | None = None, **options: Any) -> Any:
@@ -150,7 +132,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch() -> Tensor:
-    return PLACE.make_input(4, WIDTH)
+    return torch.randn(4, WIDTH)
 
 
 def forward_backward(model: nn.Module) -> None:
