@@ -318,8 +318,7 @@ def test_a_compiled_gpt_goes_on_with_other_parts_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_2d", "train_moe"])
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize(("name", "processes"), [("train_2d", 4), ("train_moe", 1), ("train_moe", 4)])
 def test_an_example_runs_from_its_command_line(name: str, processes: int, tmp_path: Path) -> None:
     run = torchrun(processes, EXAMPLES / f"{name}.py", [*SIZES, f"--out={tmp_path}"])
     assert run.returncode == 0, run.stderr
@@ -330,12 +329,16 @@ def test_an_example_runs_from_its_command_line(name: str, processes: int, tmp_pa
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("train_2d", "train_3d", "train_moe")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_gpt", *OTHERS])
-@pytest.mark.parametrize("mistake", ["--heads=3", pytest.param("--steps=many", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("train_gpt", "--heads=3"),
+        ("train_2d", "--steps=many"),
+        ("train_3d", "--heads=3"),
+        ("train_moe", "--heads=3"),
+    ],
+)
 def test_a_mistake_on_the_command_line_is_said_once(name: str, mistake: str) -> None:
     run = torchrun(2, EXAMPLES / f"{name}.py", [*SIZES, mistake])
     assert run.returncode != 0
