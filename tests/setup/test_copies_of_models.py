@@ -2,16 +2,19 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
 from arrangements import Way
 from comparing import same
+from models import built, random_batch
 from on_ranks import on_ranks
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import full_state_dict
+from shardwise import full_state_dict, fully_shard, register_fsdp_forward_method
 from shardwise.buckets.bucket import bucket_and_index
 from shardwise.comm.full_tensors import full_values
 
@@ -92,3 +95,24 @@ def test_a_copy_of_an_unsharded_model_is_sharded_and_the_original_stays_as_it_wa
     assert isinstance(twin.inlet.weight, DTensor)
     assert "weight" not in vars(twin.inlet)
     model.reshard()
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self(x))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(2)
+def test_a_copy_calls_methods_registered_before_on_its_own_weights(is_compiled: bool) -> None:
+    plain = built(Encoder, 4, 4)
+    module: Any = fully_shard(torch.compile(plain, backend="eager") if is_compiled else plain)
+    register_fsdp_forward_method(module, "encode")
+    twin = copy.deepcopy(module)
+    x = random_batch(0, 3, 4)
+    before = module.encode(x).detach()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    assert torch.equal(twin.encode(x), before)
+    assert not module.encode(x).any()

@@ -78,7 +78,8 @@ def wrap_method(module: nn.Module, name: str, module_state: ModuleState) -> None
 
     # Compiled by itself, it would have one hook inside of a graph and one outside.
     dynamo.skip_frame(unsharding_call)
-    setattr(module, name, unsharding_call)
+    # Not by setattr, which a wrapper of torch.compile passes on to the module inside it.
+    module.__dict__[name] = unsharding_call
     module.__dict__.setdefault(_WRAPPED, set()).add(name)
 
 
