@@ -16,12 +16,11 @@ from failure_models import (
     PartlyUsed,
     Recursive,
     Stages,
-    Twice,
     block,
 )
 from models import built, even_tower
 from on_ranks import on_ranks
-from reference import OptimizerByName, adamw, mean_of_squares
+from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -29,8 +28,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise import CommPolicy
 
-WAYS = ["inside", "around", "pairs", "wrapper", "wrapped", "whole"]
-RESHARD = [None, True, False]
 FAR_AHEAD = CommPolicy(prefetch=3)
 
 
@@ -43,50 +40,41 @@ def preference_loss(model: nn.Module, inputs: Tensor) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean() + 0.1 * chosen.pow(2).mean()
 
 
-def one_forward_loss(model: nn.Module, inputs: Tensor) -> Tensor:
-    return model.run(inputs).pow(2).mean()
-
-
-def checkpointed_training(side: Side, where: str, reentrant: bool, loss: Any, **options: Any) -> None:
-    model = built(CheckpointedTower, where, reentrant)
-    side.shard(*model.to_shard(), model, **options)
-    side.steps(model, adamw(model), range(2), loss)
-
-
-every_way = pytest.mark.parametrize("where", WAYS)
-reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_hooks"])
-
-
 @same_as_plain(2)
-@pytest.mark.thin(135)
-@pytest.mark.parametrize("reshard", [None, False])
-@reentrant_or_not
-@every_way
+@pytest.mark.parametrize(
+    ("where", "reentrant", "reshard"),
+    [
+        ("inside", True, None),
+        ("around", False, False),
+        ("pairs", True, False),
+        ("wrapper", False, None),
+        ("wrapped", True, None),
+        ("whole", True, None),
+    ],
+)
 def test_two_checkpointed_forwards_before_one_backward_lose_no_gradient(
     side: Side, where: str, reentrant: bool, reshard: bool | None
 ) -> None:
-    checkpointed_training(side, where, reentrant, preference_loss, reshard_after_forward=reshard)
+    model = built(CheckpointedTower, where, reentrant)
+    side.shard(*model.to_shard(), model, reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(2), preference_loss)
 
 
 @same_as_plain(2)
-@pytest.mark.thin(8)
-@reentrant_or_not
-@every_way
-def test_checkpointing_changes_no_gradient(side: Side, where: str, reentrant: bool) -> None:
-    policy = CommPolicy(packing_limit_bytes=100, prefetch=2)
-    checkpointed_training(side, where, reentrant, one_forward_loss, comm_policy=policy)
-
-
-@same_as_plain(2)
-@pytest.mark.thin(45)
-@pytest.mark.parametrize("loss", [mean_of_squares, preference_loss])
-@pytest.mark.parametrize("order", [(0, 1), (0, 0), (0, 1, 1, 0)], ids=str)
-@reentrant_or_not
+@pytest.mark.parametrize(
+    ("reentrant", "order", "loss", "choices"),
+    [
+        (True, (0, 1), mean_of_squares, {}),
+        (False, (0, 1), preference_loss, {"backward_prefetch": "after"}),
+        (True, (0, 1, 1, 0), preference_loss, {"backward_prefetch": None, "max_prefetched": 2}),
+        (False, (0, 0), preference_loss, {"prefetch": 3, "max_prefetched": 2}),
+    ],
+)
 def test_checkpointed_stages_of_sharded_blocks_lose_no_gradient(
-    side: Side, reentrant: bool, order: Any, loss: Any
+    side: Side, reentrant: bool, order: Any, loss: Any, choices: dict[str, Any]
 ) -> None:
     model = built(Stages, reentrant, order)
-    side.shard(*model.to_shard(), model)
+    side.shard(*model.to_shard(), model, comm_policy=CommPolicy(**choices))
     side.steps(model, adamw(model), range(2), loss)
 
 
@@ -114,17 +102,6 @@ def test_selective_checkpointing_changes_no_gradient(side: Side, everything: boo
 # --- accumulation, and clearing what has accumulated ----------------------------------------------
 
 
-def set_reshards_after_backward(side: Side, model: nn.Module, reshards_after_backward: bool) -> None:
-    if side.is_sharded:
-        model.set_reshard_after_backward(reshards_after_backward)  # type: ignore[operator]
-
-
-CLEARINGS = [
-    *("model_none", "model_zeros", "optimizer_none", "optimizer_zeros"),
-    *("by_hand", "data_zeros", "foreach_zeros"),
-]
-
-
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
     if how == "by_hand":
         for param in model.parameters():
@@ -141,9 +118,18 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(28)
-@pytest.mark.parametrize(("between", "has_grad"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("how", CLEARINGS)
+@pytest.mark.parametrize(
+    ("how", "between", "has_grad"),
+    [
+        ("model_none", False, False),
+        ("model_zeros", False, True),
+        ("optimizer_none", True, False),
+        ("optimizer_zeros", False, False),
+        ("by_hand", False, False),
+        ("data_zeros", False, False),
+        ("foreach_zeros", False, False),
+    ],
+)
 def test_clearing_gradients_clears_the_unsynchronised_ones(
     side: Side, how: str, between: bool, has_grad: bool
 ) -> None:
@@ -169,32 +155,6 @@ def test_clearing_gradients_clears_the_unsynchronised_ones(
 
 
 @same_as_plain(2)
-def test_clearing_some_gradients_keeps_the_others(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    few = torch.optim.SGD(model.blocks[1].down.parameters(), lr=0.1)
-    side.sync(model, False)
-    mean_of_squares(model, side.inputs(0)).backward()
-    few.zero_grad()
-    side.sync(model, True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
-
-
-@same_as_plain(2)
-def test_reductions_still_under_way_are_cleared_as_well(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    if side.is_sharded:
-        model.set_is_last_backward(False)
-    mean_of_squares(model, side.inputs(0)).backward()
-    model.zero_grad()
-    if side.is_sharded:
-        model.set_is_last_backward(True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
-
-
-@same_as_plain(2)
 def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
     """One gradient is changed in place; another, that is zero, has an unsynchronised part waiting."""
     model = side.shard_tower(built(Branching))
@@ -209,34 +169,6 @@ def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
     side.sync(model, True)
     mean_of_squares(model, side.inputs(2)).backward()
     side.note_gradients(model)
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize(
-    ("reentrant", "reshard"), [(True, None), (False, None), (True, False), (False, False)]
-)
-def test_checkpointed_microbatches_add_up(side: Side, reentrant: bool, reshard: bool | None) -> None:
-    model = built(CheckpointedTower, "around", reentrant)
-    side.shard_tower(model, reshard_after_forward=reshard)
-    for microbatch in range(3):
-        side.sync(model, microbatch == 2)
-        preference_loss(model, side.inputs(microbatch)).backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize("reshard", [None, False])
-def test_an_evaluation_between_microbatches_loses_none(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
-    side.sync(model, False)
-    mean_of_squares(model, side.inputs(0)).backward()
-    with torch.no_grad():
-        side.note_rows("evaluation", model(side.inputs(1)))
-    side.sync(model, True)
-    mean_of_squares(model, side.inputs(2)).backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
 
 
 # --- what follows an evaluation -------------------------------------------------------------------
@@ -271,24 +203,28 @@ ACTIONS: dict[str, Callable[[Any, torch.optim.Optimizer, Side], Any]] = {
 }
 
 
-def evaluate(model: nn.Module, side: Side, mode: str) -> Tensor:
-    contexts = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "grad": torch.enable_grad,  # they forgot
-    }
-    with contexts[mode]():
+def evaluate(model: nn.Module, side: Side, mode: Any) -> Tensor:
+    with mode():
         return model(side.inputs(7)).detach().clone()
 
 
 @same_as_plain(2)
-@pytest.mark.thin(89)
 @pytest.mark.parametrize(
-    ("mode", "reshard"), [("no_grad", False), ("inference_mode", None), ("grad", None), ("grad", False)]
+    ("act", "mode", "reshard"),
+    [
+        ("clip", torch.no_grad, False),
+        ("clear", torch.inference_mode, None),
+        ("edit in place", torch.enable_grad, None),  # they forgot
+        ("edit data", torch.enable_grad, False),
+        ("optimize", torch.no_grad, False),
+        ("optimize, fused", torch.no_grad, False),
+        ("optimize, foreach", torch.no_grad, False),
+        ("load values", torch.no_grad, False),
+        ("load checkpoint", torch.no_grad, False),
+    ],
 )
-@pytest.mark.parametrize("act", ACTIONS)
 def test_what_follows_an_evaluation_acts_on_the_weights(
-    side: Side, act: str, mode: str, reshard: bool | None
+    side: Side, act: str, mode: Any, reshard: bool | None
 ) -> None:
     model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -321,10 +257,10 @@ FOLLOW: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
 
 
 @same_as_plain(2)
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("how", FOLLOW)
-@pytest.mark.parametrize("make", [even_tower, Teacher])
+@pytest.mark.parametrize(
+    ("make", "how", "reshard"),
+    [(even_tower, "lerp", None), (even_tower, "data", False), (Teacher, "data", True)],
+)
 def test_a_teacher_that_follows_the_student_is_never_stale(
     side: Side, make: Any, how: str, reshard: bool | None
 ) -> None:
@@ -362,7 +298,8 @@ def test_a_model_that_no_backward_will_visit_is_freed_after_forward(side: Side, 
 def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_backward: bool) -> None:
     """The rank that has row 0 of a weight changes it, and the other ranks do nothing."""
     model = side.shard_tower(built(even_tower))
-    set_reshards_after_backward(side, model, reshards_after_backward)
+    if side.is_sharded:
+        model.set_reshard_after_backward(reshards_after_backward)
     mean_of_squares(model, side.inputs(0)).backward()
     if reshards_after_backward:
         model(side.inputs(0))  # the root stays unsharded for a backward that does not come
@@ -375,32 +312,6 @@ def test_an_edit_on_one_rank_is_unsharded_by_all(side: Side, reshards_after_back
     for step in range(2):
         mean_of_squares(model, side.inputs(step)).backward()
         side.note_gradients(model)
-
-
-@same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "choice",
-    [
-        OptimizerByName("AdamW", {"fused": True}),
-        OptimizerByName("AdamW", {"foreach": True}),
-        OptimizerByName("AdamW", {"foreach": False}),
-        OptimizerByName("SGD", {"foreach": True, "momentum": 0.9}),
-    ],
-    ids=str,
-)
-def test_groups_kept_unsharded_follow_every_kind_of_optimizer(side: Side, choice: OptimizerByName) -> None:
-    """set_reshard_after_backward(False): the full weights must follow whatever optimizer there is."""
-    model = side.shard_tower(built(even_tower))
-    set_reshards_after_backward(side, model, False)
-    optimizer = getattr(torch.optim, choice.name)(model.parameters(), lr=1e-2, **choice.options)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = mean_of_squares(model, side.inputs(step))
-        loss.backward()
-        side.note_mean("loss", loss)
-        optimizer.step()
-    side.note_parameters(model)
 
 
 # --- unused parameters and blocks -----------------------------------------------------------------
@@ -434,25 +345,15 @@ def test_blocks_that_are_not_used_get_no_gradient(
     side.note_parameters(model)
 
 
-@same_as_plain(1, 2)
-@pytest.mark.thin(27)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
-def test_parameters_that_are_not_used_get_no_gradient(side: Side, packing_limit_bytes: int | None) -> None:
-    model = built(Chain, PartlyUsed, PartlyUsed, block)
-    side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
-    optimizer = adamw(model)
-    for step in range(4):
-        model.blocks[0].uses_extra = step % 2 == 1
-        side.step(model, optimizer, step)
-    side.note_parameters(model)
-
-
 @same_as_plain(2)
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("make", [even_tower, Between])
-def test_a_loss_on_features_trains_what_made_them(side: Side, make: Any, reshard: bool | None) -> None:
-    """What comes after the second block runs as well, but nothing it made reaches the loss."""
+@pytest.mark.parametrize(
+    ("make", "reshard", "has_other"),
+    [(even_tower, None, True), (even_tower, False, False), (Between, True, False)],
+)
+def test_a_loss_on_features_trains_what_made_them(
+    side: Side, make: Any, reshard: bool | None, has_other: bool
+) -> None:
+    """What comes after the second block runs as well, but nothing it made reaches the loss, or another one."""
     model = side.shard_tower(built(make), reshard_after_forward=reshard)
     optimizer = adamw(model)
     kept: list[Tensor] = []
@@ -460,9 +361,11 @@ def test_a_loss_on_features_trains_what_made_them(side: Side, make: Any, reshard
     for step in range(3):
         kept.clear()
         optimizer.zero_grad()
-        model(side.inputs(step))
-        loss = kept[0].pow(2).mean()
-        loss.backward()
+        output = model(side.inputs(step))
+        if has_other:
+            output.pow(2).mean().backward(retain_graph=True)
+            side.note_gradients(model)
+        kept[0].pow(2).mean().backward()
         side.note_gradients(model)
         optimizer.step()
         side.assert_settled(model)
@@ -517,22 +420,6 @@ def test_a_gradient_penalty_trains_as_without_sharding(
     side.steps(model, adamw(model), range(2), loss)
 
 
-@same_as_plain(2)
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_penalty_may_come_before_the_loss(side: Side, keeps: bool) -> None:
-    model = side.shard_tower(built(even_tower), reshard_after_forward=not keeps)
-    set_reshards_after_backward(side, model, not keeps)
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        inputs = side.inputs(step)
-        punished = penalty(model, inputs)
-        loss = 10 * punished + mean_of_squares(model, inputs)
-        loss.backward()
-        side.note_gradients(model)
-        optimizer.step()
-
-
 class ForceField(nn.Module):
     """Energy and its gradient, both made in forward; parameters of the root are used after that."""
 
@@ -551,10 +438,8 @@ class ForceField(nn.Module):
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(ForceField), reshard_after_forward=reshard)
+def test_a_forward_may_run_a_backward_of_its_own(side: Side) -> None:
+    model = side.shard_tower(built(ForceField), reshard_after_forward=True)
     optimizer = adamw(model)
     for step in range(2):
         side.step(model, optimizer, step)
@@ -569,10 +454,8 @@ def test_a_forward_may_run_a_backward_of_its_own(side: Side, reshard: bool | Non
 
 
 @same_as_plain(2)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_freezing_and_thawing_between_steps_is_followed(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
+def test_freezing_and_thawing_between_steps_is_followed(side: Side) -> None:
+    model = side.shard_tower(built(even_tower), reshard_after_forward=False)
     model.blocks[2].requires_grad_(False)  # before the first forward
     optimizer = adamw(model)
     side.step(model, optimizer, 0)
@@ -633,22 +516,26 @@ def test_freezing_ahead_in_backward_is_followed_as_without_sharding(side: Side) 
         side.note_gradients(model)
 
 
-# --- parameters that some microbatches use --------------------------------------------------------
+# --- parameters that some steps or microbatches use -----------------------------------------------
 
 
 @same_as_plain(2)
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("packing_limit_bytes", [None, 0])
 @pytest.mark.parametrize(
-    "pattern", [[False, False, True], [True, False, False]], ids=["last_only", "first_only"]
+    ("patterns", "packing_limit_bytes"),
+    [
+        ([[False], [True]] * 2, 0),
+        ([[False, False, True]] * 2, None),
+        ([[True, False, False]] * 2, 0),
+    ],
+    ids=["in turn", "last only", "first only"],
 )
-def test_a_parameter_used_in_some_microbatches_gets_their_gradient(
-    side: Side, pattern: list[bool], packing_limit_bytes: int | None
+def test_a_parameter_used_at_times_gets_the_gradients_of_these(
+    side: Side, patterns: list[list[bool]], packing_limit_bytes: int | None
 ) -> None:
     model = built(Chain, PartlyUsed, block, PartlyUsed)
     side.shard_tower(model, comm_policy=CommPolicy(packing_limit_bytes=packing_limit_bytes))
     optimizer = adamw(model)
-    for step in range(2):
+    for step, pattern in enumerate(patterns):
         optimizer.zero_grad()
         for microbatch, uses_extra in enumerate(pattern):
             model.blocks[0].uses_extra = uses_extra
@@ -663,64 +550,7 @@ def test_a_parameter_used_in_some_microbatches_gets_their_gradient(
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_a_retained_graph_gives_its_gradient_twice(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
-    optimizer = adamw(model)
-    loss = mean_of_squares(model, side.inputs(0))
-    loss.backward(retain_graph=True)
-    side.note_gradients(model)
-    loss.backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
-    optimizer.step()
-    side.steps(model, optimizer, [1])
-
-
-@same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_gradients_of_inputs_leave_the_parameters_alone(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(even_tower), reshard_after_forward=reshard)
-    inputs = side.inputs(0).requires_grad_()
-    loss = mean_of_squares(model, inputs)
-    (gradient,) = torch.autograd.grad(loss, inputs, retain_graph=True)
-    side.note_input_gradient("of inputs", gradient)
-    side.note_gradients(model)  # there is none
-    loss.backward()
-    assert inputs.grad is not None
-    side.note_input_gradient("of inputs", inputs.grad)
-    side.note_gradients(model)
-    side.assert_settled(model)
-
-
-@same_as_plain(2)
-def test_separate_backwards_through_one_forward_add_up(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    inputs = side.inputs(0)
-    kept: list[Tensor] = []
-    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
-    outputs = model(inputs)
-    outputs.pow(2).mean().backward(retain_graph=True)
-    side.note_gradients(model)
-    kept[0].pow(2).mean().backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
-
-
-@same_as_plain(2)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_modules_used_several_times_in_a_forward_add_up(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(Twice), reshard_after_forward=reshard)
-    side.steps(model, adamw(model), range(3))
-
-
-@same_as_plain(2)
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("guesses", [False, True], ids=["with_gradients", "without_gradients"])
+@pytest.mark.parametrize(("guesses", "reshard"), [(False, None), (False, False), (True, True)])
 def test_a_model_that_calls_itself_trains(side: Side, guesses: bool, reshard: bool | None) -> None:
     model = side.shard_tower(built(Recursive, guesses), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(3))
@@ -737,37 +567,6 @@ def test_saved_tensor_hooks_change_no_gradient(side: Side) -> None:
             return preference_loss(model, inputs)
 
     side.steps(model, adamw(model), range(2), loss_of)
-
-
-class Invertible(torch.autograd.Function):
-    """Runs the block again in a backward of its own, as reversible networks do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
-        ctx.block = block
-        ctx.save_for_backward(x)
-        return block(x).detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.block(x)
-        torch.autograd.backward(y, gradients[0])
-        return x.grad, None
-
-
-class Reversible(Chain):
-    def between(self, block: nn.Module, x: Tensor) -> Tensor:
-        return Invertible.apply(x, block)  # type: ignore[no-any-return]
-
-
-@same_as_plain(2)
-def test_a_block_run_again_by_a_backward_of_its_own_loses_no_gradient(side: Side) -> None:
-    model = built(Reversible, block, block)
-    side.shard_tower(model)
-    side.steps(model, adamw(model), range(3))
 
 
 class Equilibrium(nn.Module):

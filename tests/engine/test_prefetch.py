@@ -12,9 +12,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from events import events_of, observe
+from events import events_of
 from expecttest import assert_expected_inline
-from failure_models import Chain, CheckpointedTower, Stages, Twice, block
+from failure_models import Chain, CheckpointedTower, Twice, block
 from harness import World
 from meshed import refusal
 from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
@@ -23,47 +23,28 @@ from reference import adamw, mean_of_squares
 from refusals import assert_says
 from scenario import Side, assert_same, same_as_plain
 from test_events import the_same_on_all_ranks
-from test_memory import WIDTH as WIDE
-from test_memory import B, stack, unsharded_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
 from towers import backward
 
-from shardwise import CommPolicy, no_sync
+from shardwise import CommPolicy
 from shardwise.engine.prefetch import Order
 
 Choices = dict[str, Any]
 
+AFTER: Choices = {"prefetch": 1, "backward_prefetch": "after"}
+NOT_IN_BACKWARD: Choices = {"prefetch": 1, "backward_prefetch": None, "max_prefetched": 2}
+FAR_AHEAD: Choices = {"prefetch": 3, "backward_prefetch": "before", "max_prefetched": 2}
 # Each value of each argument beside several of the others.
 POLICIES: list[Choices] = [
     {"prefetch": 0, "backward_prefetch": "before"},
-    {"prefetch": 0, "backward_prefetch": "after", "max_prefetched": 1},
     {"prefetch": 1, "backward_prefetch": "before", "max_prefetched": 1},
-    {"prefetch": 1, "backward_prefetch": "after"},
-    {"prefetch": 1, "backward_prefetch": None, "max_prefetched": 2},
+    NOT_IN_BACKWARD,
     {"prefetch": 2, "backward_prefetch": "after", "max_prefetched": 1},
-    {"prefetch": 2, "backward_prefetch": None},
-    {"prefetch": 2, "backward_prefetch": "before"},
-    {"prefetch": 3, "backward_prefetch": "before", "max_prefetched": 2},
-    {"prefetch": 3, "backward_prefetch": "after", "max_prefetched": 2},
+    FAR_AHEAD,
     {"prefetch": 3, "backward_prefetch": None, "max_prefetched": 1},
 ]
-
-
-def named(choices: Choices) -> str:
-    return "-".join(
-        str(choices.get(name, "any")) for name in ("prefetch", "backward_prefetch", "max_prefetched")
-    )
-
-
-AFTER: Choices = {"prefetch": 1, "backward_prefetch": "after"}
-some_policies = pytest.mark.parametrize("choices", [AFTER, POLICIES[4], POLICIES[8]], ids=named)
-
-
-def test_the_default_prefetches_before_and_limits_nothing_more() -> None:
-    policy = CommPolicy()
-    assert (policy.prefetch, policy.backward_prefetch, policy.max_prefetched) == (1, "before", None)
 
 
 # --- the order of events --------------------------------------------------------------------------
@@ -199,20 +180,13 @@ def unsharded_at_once(log: list[str], phase: str) -> int:
     return most
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("choices", "forward", "backward"),
     [
-        ({"prefetch": 0}, 1, 1),
         ({"prefetch": 1}, 2, 2),
         ({"prefetch": 2}, 3, 3),
         ({"prefetch": 2, "max_prefetched": 1}, 2, 2),
-        ({"prefetch": 2, "max_prefetched": 2}, 3, 3),
-        ({"prefetch": 1, "max_prefetched": 2}, 2, 2),
-        ({"prefetch": 1, "backward_prefetch": "after"}, 2, 1),
         ({"prefetch": 2, "backward_prefetch": "after"}, 3, 2),
-        ({"prefetch": 2, "backward_prefetch": "after", "max_prefetched": 1}, 2, 1),
-        ({"prefetch": 1, "backward_prefetch": None}, 2, 1),
         ({"prefetch": 3, "backward_prefetch": None, "max_prefetched": 2}, 3, 1),
     ],
 )
@@ -228,9 +202,7 @@ def test_as_many_blocks_are_unsharded_at_once_as_was_said(
 def test_kept_groups_are_not_unsharded_for_backward_and_each_is_freed_once(
     backward_prefetch: str | None,
 ) -> None:
-    log = "\n".join(
-        events_of_a_step({"backward_prefetch": backward_prefetch}, reshard_after_forward=False)
-    ).splitlines()
+    log = events_of_a_step({"backward_prefetch": backward_prefetch}, reshard_after_forward=False)
     names = ["Spaced", "blocks.0", "blocks.1", "blocks.2"]
     at = log.index("backward Spaced")
     assert sorted(line for line in log[:at] if line.startswith("unshard")) == [f"unshard {n}" for n in names]
@@ -277,44 +249,6 @@ def test_a_list_is_unsharded_as_far_as_the_limit_goes(world2: World) -> None:
     assert unsharded_at_once(log, "forward") == 2
 
 
-@same_as_plain(2)
-@pytest.mark.sample(2)
-@some_policies
-def test_lists_of_the_callers_change_no_number(side: Side, choices: Choices) -> None:
-    model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
-    if side.is_sharded:
-        choose_forward(model)
-        choose_backward(model)
-    side.steps(model, adamw(model), range(2))
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("choices", "forward", "backward"),
-    [({"prefetch": 3, "max_prefetched": 2}, 3, 3), ({"backward_prefetch": "after"}, 2, 1)],
-)
-@on_ranks(2)
-def test_the_memory_of_full_parameters(choices: Choices, forward: int, backward: int) -> None:
-    """Bytes of unsharded parameters at most, in units of a block's."""
-    model = stack(CommPolicy(**choices))
-    x = torch.randn(2, WIDE)
-    model(x).sum().backward()
-    peaks = {"forward": 0.0, "backward": 0.0}
-    phase = "forward"
-
-    def look(_event: str, _name: str) -> None:
-        peaks[phase] = max(peaks[phase], unsharded_bytes(model) / B)
-
-    observe(model, look)
-    loss = model(x).sum()
-    phase = "backward"
-    loss.backward()
-    peaks["after"] = unsharded_bytes(model) / B
-    assert peaks == {"forward": forward, "backward": backward, "after": 0}
-
-
 # --- the same training ----------------------------------------------------------------------------
 
 
@@ -323,8 +257,7 @@ def train(side: Side, make: Any, choices: Choices) -> None:
     side.steps(model, adamw(model), range(2), width=7 if make is uneven_tower else 8)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("choices", POLICIES, ids=named)
+@pytest.mark.parametrize("choices", POLICIES, ids=str)
 def test_every_policy_trains_as_the_plain_model(world2: World, choices: Choices) -> None:
     assert_same(world2, train, uneven_tower, choices)
 
@@ -332,7 +265,7 @@ def test_every_policy_trains_as_the_plain_model(world2: World, choices: Choices)
 @same_as_plain(2)
 def test_groups_may_have_policies_of_their_own(side: Side) -> None:
     model = built(even_tower)
-    for each, choices in zip(model.blocks, (AFTER, POLICIES[4], POLICIES[8]), strict=True):
+    for each, choices in zip(model.blocks, (AFTER, NOT_IN_BACKWARD, FAR_AHEAD), strict=True):
         side.shard(each, comm_policy=CommPolicy(**choices))
     side.shard(model)
     side.steps(model, adamw(model), range(2))
@@ -343,25 +276,22 @@ def loss_of_running(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(14)
-@some_policies
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", ["around", "inside", "whole"])
+@pytest.mark.parametrize(
+    ("where", "reentrant", "choices"),
+    [
+        ("around", False, AFTER),
+        ("inside", True, NOT_IN_BACKWARD),
+        ("pairs", True, AFTER),
+        ("wrapper", True, FAR_AHEAD),
+        ("wrapped", True, NOT_IN_BACKWARD),
+        ("whole", False, FAR_AHEAD),
+    ],
+)
 def test_recomputed_blocks_train(side: Side, where: str, reentrant: bool, choices: Choices) -> None:
     model = built(CheckpointedTower, where, reentrant)
     policy = CommPolicy(**choices)
     side.shard(*model.to_shard(), model, comm_policy=policy)
     side.steps(model, adamw(model), range(2), loss_of=loss_of_running)
-
-
-@same_as_plain(2)
-@pytest.mark.thin(14)
-@some_policies
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_stages_of_several_groups_train(side: Side, reentrant: bool, choices: Choices) -> None:
-    model = built(Stages, reentrant, (0, 1))
-    side.shard(*model.to_shard(), model, comm_policy=CommPolicy(**choices))
-    side.steps(model, adamw(model), range(2))
 
 
 class Detached(nn.Module):
@@ -403,26 +333,24 @@ class Adapted(nn.Module):
 
 
 lora = partial(Chain, Adapted, Adapted, Adapted)
+detached = partial(Chain, Detached, Detached, Detached)
 
 
-@pytest.mark.thin(33)
-@some_policies
 @pytest.mark.parametrize(
-    "make",
-    [frozen_first, frozen_between, frozen_in_part, lora, Twice],
-    ids=["first", "between", "in part", "lora", "twice"],
+    ("make", "choices"),
+    [
+        (frozen_first, AFTER),
+        (frozen_between, NOT_IN_BACKWARD),
+        (frozen_in_part, FAR_AHEAD),
+        (lora, AFTER),
+        (Twice, AFTER),
+        (detached, NOT_IN_BACKWARD),
+        (detached, FAR_AHEAD),
+    ],
 )
 def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:
     """Also after the gradients of their group are complete."""
     assert_same(world2, train, make, choices)
-
-
-detached = partial(Chain, Detached, Detached, Detached)
-
-
-@pytest.mark.parametrize("choices", [POLICIES[4], POLICIES[8]], ids=named)
-def test_weights_that_are_used_detached_are_there_for_their_last_use(world2: World, choices: Choices) -> None:
-    assert_same(world2, train, detached, choices)
 
 
 @on_ranks(2)
@@ -433,8 +361,7 @@ def test_freeing_them_after_their_gradients_is_an_error_and_no_wrong_number() ->
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@some_policies
+@pytest.mark.parametrize("choices", [AFTER, FAR_AHEAD], ids=str)
 def test_microbatches_train(side: Side, choices: Choices) -> None:
     """Forwards of two microbatches before their backwards, in both orders; some without synchronisation."""
     model = side.shard_tower(built(even_tower), comm_policy=CommPolicy(**choices))
@@ -444,11 +371,9 @@ def test_microbatches_train(side: Side, choices: Choices) -> None:
         losses = [mean_of_squares(model, side.inputs(4 * index + i)) for i in range(2)]
         for loss in losses if index % 2 else reversed(losses):
             loss.backward()
-        if side.is_sharded:
-            with no_sync(model):
-                mean_of_squares(model, side.inputs(4 * index + 2)).backward()
-        else:
-            mean_of_squares(model, side.inputs(4 * index + 2)).backward()
+        side.sync(model, False)
+        mean_of_squares(model, side.inputs(4 * index + 2)).backward()
+        side.sync(model, True)
         mean_of_squares(model, side.inputs(4 * index + 3)).backward()
         side.note_gradients(model)
         optimizer.step()
@@ -456,42 +381,24 @@ def test_microbatches_train(side: Side, choices: Choices) -> None:
     side.note_parameters(model)
 
 
-@same_as_plain(2)
-@pytest.mark.sample(2)
-@some_policies
-def test_groups_that_are_kept_through_backward_train(side: Side, choices: Choices) -> None:
-    model = built(uneven_tower)
-    side.shard_tower(model, comm_policy=CommPolicy(**choices), reshard_after_forward=False)
-    if side.is_sharded:
-        model.set_reshard_after_backward(False)
-    optimizer = adamw(model)
-    for index in range(3):
-        optimizer.zero_grad()
-        for microbatch in range(2):
-            mean_of_squares(model, side.inputs(2 * index + microbatch, 7)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-    side.note_parameters(model)
-
-
 # --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "value", ["pre", "BEFORE", "", True, False, 1, BackwardPrefetch.BACKWARD_POST], ids=repr
+    ("field", "value", "says"),
+    [
+        *(
+            ("backward_prefetch", value, ['"before", "after" or None'])
+            for value in ("pre", True, 1, BackwardPrefetch.BACKWARD_POST)
+        ),
+        *(("max_prefetched", value, []) for value in (-1, 0, 1.5, "2", True)),
+    ],
+    ids=repr,
 )
-def test_backward_prefetch_is_one_of_three(value: Any) -> None:
+def test_other_values_are_refused(field: str, value: Any, says: list[str]) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        CommPolicy(backward_prefetch=value)
-    text = str(caught.value)
-    assert_says(text, "CommPolicy: backward_prefetch is ", repr(value), '"before", "after" or None')
-
-
-@pytest.mark.parametrize("value", [-1, 0, 1.5, "2", True, float("inf")], ids=repr)
-def test_max_prefetched_counts_groups(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        CommPolicy(max_prefetched=value)
-    assert_says(str(caught.value), "CommPolicy: max_prefetched is ", repr(value))
+        CommPolicy(**{field: value})
+    assert_says(str(caught.value), f"CommPolicy: {field} is ", repr(value), *says)
 
 
 # --- "after", where gradients are complete before the weights' last use ---------------------------
@@ -515,8 +422,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("quiet", [0, 1])
 def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(side: Side, quiet: int) -> None:
     model = built(Recomputed, seed=4)
-    policy = CommPolicy(backward_prefetch="after")
-    side.shard(*model.blocks, model, comm_policy=policy)
+    side.shard(*model.blocks, model, comm_policy=CommPolicy(backward_prefetch="after"))
     optimizer = adamw(model)
     for index in range(3):
         for microbatch in range(quiet + 1):
@@ -527,6 +433,30 @@ def test_after_frees_nothing_that_checkpoints_have_yet_to_recompute(side: Side, 
         optimizer.step()
         optimizer.zero_grad()
     side.note_parameters(model)
+
+
+class PartRecomputed(nn.Module):
+    """Uses ``first`` in a checkpointed part; ``mixed``: both layers inside and outside of several."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixed = mixed
+
+    def forward(self, x: Tensor) -> Any:
+        if self.mixed:
+            x = checkpoint(lambda h: torch.tanh(self.second(self.first(h))), x, use_reentrant=True)
+        x = checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=True)
+        return torch.tanh(self.second(self.first(x) if self.mixed else x))
+
+
+@same_as_plain(2)
+def test_a_group_is_not_freed_while_parts_of_it_are_yet_to_be_recomputed(side: Side) -> None:
+    for order, mixed in (((0, 1, 1, 2, 0), False), ((0, 1, 2), True), ((0, 0), True)):
+        model = built(Chain, *[lambda mixed=mixed: PartRecomputed(mixed)] * 3)
+        model.used = order
+        side.shard_tower(model, comm_policy=CommPolicy(backward_prefetch="after"))
+        side.steps(model, adamw(model), range(2))
 
 
 def test_a_plan_is_followed_again_from_the_next_use_of_a_group_and_not_from_an_earlier_one() -> None:
