@@ -1,16 +1,16 @@
 """FSDPModule: unsharding by hand, and what each setter does and reaches."""
 
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from events import counts, events_of
 from expecttest import assert_expected_inline
-from harness import World
 from meshed import refusal
-from models import Tower, random_batch
+from models import random_batch
 from on_ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from towers import (
     GROUPS,
     ROOT,
@@ -24,7 +24,7 @@ from towers import (
     sharded_tower,
 )
 
-from shardwise import FSDPModule, fully_shard
+from shardwise import fully_shard
 
 # --- unshard and reshard --------------------------------------------------------------------------
 
@@ -119,9 +119,8 @@ def test_what_was_unsharded_by_hand_stays_until_a_forward_has_used_it() -> None:
 def test_what_the_caller_freed_between_forward_and_backward_is_unsharded_again() -> None:
     model = sharded_tower(reshard_after_forward=False)
     loss = model(random_batch(0, 4)).pow(2).mean()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in (model, *model.blocks):
+        module.reshard()
     assert names_of_dtensors(model) == [name for name, _ in model.named_parameters()]
     loss.backward()
     assert_close(gradients(model), plain_gradients(0))
@@ -171,21 +170,6 @@ def test_groups_told_not_to_synchronise_do_not_reduce(on: str, recurse: bool, re
     events = events_of(model)
     backward(model)
     assert sorted(counts(events, "reduce")) == reduced
-
-
-def accumulated() -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    model = sharded_tower()
-    events = events_of(model)
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        backward(model, step)
-    return counts(events, "reduce"), gradients(model)
-
-
-def test_accumulation_reduces_once_and_adds_everything_up(world2: World) -> None:
-    for reductions, got in world2.run(accumulated):
-        assert reductions == dict.fromkeys(GROUPS, 1)
-        assert_close(got, plain_gradients(0, 1, 2))
 
 
 @on_ranks(2)
@@ -257,160 +241,93 @@ def test_what_is_kept_after_backward_is_not_unsharded_by_the_next_forward(
     assert unshards == dict.fromkeys(unsharded, 1)
 
 
-# --- set_is_last_backward -------------------------------------------------------------------------
+# --- microbatches ---------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_every_backward_ends_with_its_reductions_whether_it_is_the_last_or_not() -> None:
+def test_microbatches_are_reduced_as_asked_for_and_divided_once() -> None:
+    """Each backward that synchronises ends with its reductions, whether it is said to be the last or not."""
     model = sharded_tower()
+    model.set_gradient_divide_factor(8.0)
     events = events_of(model)
-    model.set_is_last_backward(False)
-    backward(model, 0)
-    first = list(events)
-    model.set_is_last_backward(True)
-    backward(model, 1)
-    got = gradients(model)
-    assert counts(first, "reduce") == counts(first, "reduced") == dict.fromkeys(GROUPS, 1)
-    assert_close(got, plain_gradients(0, 1))
+    reduced = []
+    for step, (syncs, is_last) in enumerate([(False, True), (True, False), (True, True)]):
+        model.set_requires_gradient_sync(syncs)
+        model.set_is_last_backward(is_last)
+        events.clear()
+        backward(model, step)
+        reduced.append(counts(events, "reduced"))
+    assert reduced == [{}, dict.fromkeys(GROUPS, 1), dict.fromkeys(GROUPS, 1)]
+    assert_close(gradients(model), plain_gradients(0, 1, 2), 2 / 8)
 
 
 # --- prefetch lists -------------------------------------------------------------------------------
 
 
-def unshards_with_lists(direction: str, lists: dict[str, list[str]], before_root: bool) -> list[str]:
+@on_ranks(2)
+def test_forward_unshards_ahead_what_the_caller_chose_in_the_first_step_already() -> None:
+    """Also where it is chosen before the root is sharded."""
     model = plain_tower()
     for block in model.blocks:
         fully_shard(block)
-    if before_root:
-        choose(model, direction, lists)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
     fully_shard(model)
-    if not before_root:
-        choose(model, direction, lists)
     events = events_of(model)
     backward(model)
-    cut = events.index("forward blocks.2") + 1
-    events = events[:cut] if direction == "forward" else events[cut:]
-    return [event for event in events if event.split()[0] in ("unshard", "forward", "backward")]
+    at = events.index("forward blocks.0")
+    assert events[:at] == [
+        *("unshard Tower", "forward Tower"),
+        *("unshard blocks.0", "unshard blocks.1", "unshard blocks.2"),
+    ]
 
 
-def choose(model: Tower, direction: str, lists: dict[str, list[str]]) -> None:
-    for name, chosen in lists.items():
-        modules = [model.get_submodule(each) for each in chosen]
-        getattr(model.get_submodule(name), f"set_modules_to_{direction}_prefetch")(modules)
-
-
-@pytest.mark.parametrize("before_root", [False, True])
-def test_forward_unshards_ahead_what_the_caller_chose_in_the_first_step_already(
-    world2: World, before_root: bool
-) -> None:
-    lists = {"blocks.0": ["blocks.1", "blocks.2"]}
-    for events in world2.run(unshards_with_lists, "forward", lists, before_root):
-        assert_expected_inline(
-            "\n".join(events),
-            """\
-unshard Tower
-forward Tower
-unshard blocks.0
-unshard blocks.1
-unshard blocks.2
-forward blocks.0
-forward blocks.1
-forward blocks.2""",
-        )
-
-
-def test_backward_unshards_ahead_what_the_caller_chose(world2: World) -> None:
-    lists: dict[str, list[str]] = {"": ["blocks.2", "blocks.1"], "blocks.2": [], "blocks.1": []}
-    for events in world2.run(unshards_with_lists, "backward", lists, before_root=False):
-        assert_expected_inline(
-            "\n".join(events),
-            """\
-unshard blocks.2
-unshard blocks.1
-backward Tower
-backward blocks.2
-backward blocks.1
-unshard blocks.0
-backward blocks.0""",
-        )
-
-
-def unshards_of_the_second_step(emptied: list[str]) -> list[str]:
+@on_ranks(2)
+def test_an_empty_list_stops_its_own_module_from_unsharding_ahead() -> None:
     model = sharded_tower()
     backward(model)
-    for name in emptied:
-        model.get_submodule(name).set_modules_to_forward_prefetch([])
-        model.get_submodule(name).set_modules_to_backward_prefetch([])
+    model.blocks[0].set_modules_to_forward_prefetch([])
     events = events_of(model)
     backward(model)
-    return [event for event in events if event.split()[0] in ("unshard", "forward", "backward")]
-
-
-def test_an_empty_list_stops_a_module_from_unsharding_ahead(world2: World) -> None:
-    for events in world2.run(unshards_of_the_second_step, ["", "blocks.0", "blocks.1", "blocks.2"]):
-        unshards = [i for i, event in enumerate(events) if event.startswith("unshard")]
-        assert len(unshards) >= 6
-        for index in unshards:
-            assert events[index].split()[1] == events[index + 1].split()[1], events
-
-
-def test_an_empty_list_concerns_its_own_module_only(world2: World) -> None:
-    for events in world2.run(unshards_of_the_second_step, ["blocks.0"]):
-        assert events.index("unshard blocks.0") < events.index("forward Tower")
-        assert events.index("unshard blocks.1") > events.index("forward blocks.0")
-        assert events.index("unshard blocks.2") < events.index("forward blocks.1")
+    assert events.index("unshard blocks.0") < events.index("forward Tower")
+    assert events.index("unshard blocks.1") > events.index("forward blocks.0")
+    assert events.index("unshard blocks.2") < events.index("forward blocks.1")
+    for module in (model, *model.blocks):
+        module.set_modules_to_forward_prefetch([])
+        module.set_modules_to_backward_prefetch([])
+    events.clear()
+    backward(model)
+    begun = [event.split() for event in events if event.startswith(("unshard", "forward", "backward"))]
+    following = [(name, after) for (what, name), (_, after) in pairwise(begun) if what == "unshard"]
+    assert len(following) >= 6
+    assert all(name == after for name, after in following), events
 
 
 # --- set_gradient_divide_factor -------------------------------------------------------------------
 
 
-def gradients_divided_by(calls: list[tuple[float, str, bool]]) -> dict[str, Tensor | None]:
-    """After calls of the setter: its factor, the module, and whether it recurses."""
-    model = sharded_tower()
-    for factor, on, recurse in calls:
-        model.get_submodule(on).set_gradient_divide_factor(factor, recurse=recurse)
-    backward(model)
-    return gradients(model)
-
-
 @pytest.mark.parametrize(
-    ("world", "factor"), [(1, 2.0), (2, 1), (3, 0.5), (2, 3.7), (3, 1e-3), (2, 1e6)], indirect=["world"]
+    ("world", "factor"), [(1, 2.0), (2, 1), (3, 0.5), (3, 1e-3), (2, 1e6)], indirect=["world"]
 )
-def test_the_sum_over_ranks_is_divided_once_by_any_factor(world: World, factor: float) -> None:
+@on_ranks()
+def test_the_sum_over_ranks_is_divided_once_by_any_factor(factor: float) -> None:
     """All ranks have the same batch: the sum is the world size times the plain gradient."""
-    for got in world.run(gradients_divided_by, [(factor, "", True)]):
-        assert_close(got, plain_gradients(0), world.size / factor)
-
-
-@pytest.mark.parametrize(
-    ("calls", "divisors"),
-    [
-        ([(16.0, "", False)], [16.0, 2.0, 2.0, 2.0]),
-        ([(16.0, "blocks.1", True)], [2.0, 2.0, 16.0, 2.0]),
-        ([(16.0, "blocks.1", False)], [2.0, 2.0, 16.0, 2.0]),
-        ([(1.0, "", True), (8.0, "blocks.1", True)], [1.0, 1.0, 8.0, 1.0]),
-    ],
-    ids=["the root alone", "a block", "a block alone", "a later call on a part"],
-)
-def test_a_factor_concerns_what_it_was_set_on(world2: World, calls: list[Any], divisors: list[float]) -> None:
-    """Divisors are those of the root's group and of each block's."""
-    want = plain_gradients(0)
-    for got in world2.run(gradients_divided_by, calls):
-        for name in want:
-            block = 0 if name in ROOT else 1 + int(name.split(".")[1])
-            assert_close({name: got[name]}, {name: want[name]}, 2 / divisors[block])
+    model = sharded_tower()
+    model.set_gradient_divide_factor(factor)
+    backward(model)
+    assert_close(gradients(model), plain_gradients(0), dist.get_world_size() / factor)
 
 
 @on_ranks(2)
-def test_accumulated_gradients_are_divided_once() -> None:
+def test_a_factor_concerns_what_it_was_set_on() -> None:
     model = sharded_tower()
-    model.set_gradient_divide_factor(8.0)
-    model.set_requires_gradient_sync(False)
-    backward(model, 0)
-    model.set_requires_gradient_sync(True)
-    backward(model, 1)
-    backward(model, 2)
-    assert_close(gradients(model), plain_gradients(0, 1, 2), 2 / 8)
+    model.set_gradient_divide_factor(4.0)
+    model.set_gradient_divide_factor(16.0, recurse=False)
+    model.blocks[1].set_gradient_divide_factor(8.0)
+    backward(model)
+    want, got = plain_gradients(0), gradients(model)
+    for name in want:
+        divisor = 16.0 if name in ROOT else 8.0 if name.startswith("blocks.1") else 4.0
+        assert_close({name: got[name]}, {name: want[name]}, 2 / divisor)
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------

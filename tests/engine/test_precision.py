@@ -10,7 +10,6 @@ another order, and a sum over ranks may be rounded once or once per addend. Wher
 
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_equal
 from expecttest import assert_expected_inline
-from harness import World
 from lending import lent_buffers
 from meshed import gradients_of, parameters_of, part, refusal, tensors_of, whole
 from models import (
@@ -48,9 +47,13 @@ SPLIT = {"param_dtype": BF16, "reduce_dtype": F32}  # the usual policy
 HALF = {"param_dtype": F16, "reduce_dtype": F32}
 KEEPS_LOW = {"keep_low_precision_grads": True}
 
-one_or_two = pytest.mark.parametrize("world", [1, 2], indirect=True)
-
 Policy = dict[str, Any]
+
+
+def alternately(names: tuple[str, ...], cases: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Cases by name, on one rank and on two in turn."""
+    rows = [(1 + index % 2, *case) for index, case in enumerate(cases.values())]
+    return pytest.mark.parametrize(("world", *names), rows, ids=cases, indirect=["world"])
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -112,19 +115,18 @@ def simulated(program: Program, policy: Policy, world: int) -> Simulation:
     params = dict(model.named_parameters())
     found = Simulation({}, {})
     reduce = policy.get("reduce_dtype") or policy.get("param_dtype")
-    with ExitStack() as stack:
-        for module in [*model.blocks, model]:
-            stack.enter_context(cast_around(module, policy if module is model else inner(policy)))
-        for step in range(program.steps):
-            by_rank = [rank_gradients(program, model, policy, step, rank, world) for rank in range(world)]
-            for name, param in params.items():
-                sent = [gradients[name].to(reduce or param.dtype) for gradients in by_rank]
-                mean = sum(sent[1:], sent[0]) / world
-                param.grad = mean.to(param.dtype)
-                what = f"step {step}: gradient of {name}"
-                found.tensors[what] = mean if policy.get("keep_low_precision_grads") else param.grad.clone()
-                found.largest[what] = max(each.abs().max().item() for each in sent)
-            optimizer.step()
+    for module in [*model.blocks, model]:
+        cast_around(module, policy if module is model else inner(policy))
+    for step in range(program.steps):
+        by_rank = [rank_gradients(program, model, policy, step, rank, world) for rank in range(world)]
+        for name, param in params.items():
+            sent = [gradients[name].to(reduce or param.dtype) for gradients in by_rank]
+            mean = sum(sent[1:], sent[0]) / world
+            param.grad = mean.to(param.dtype)
+            what = f"step {step}: gradient of {name}"
+            found.tensors[what] = mean if policy.get("keep_low_precision_grads") else param.grad.clone()
+            found.largest[what] = max(each.abs().max().item() for each in sent)
+        optimizer.step()
     for name, param in params.items():
         found.tensors[name] = param.detach().clone()
         found.largest[name] = max(1.0, param.abs().max().item())
@@ -153,67 +155,22 @@ def rank_gradients(
     return sums
 
 
-class cast_around:
+def cast_around(module: nn.Module, policy: Policy) -> None:
     """Casts what goes into a module and what comes out, as a sharded module does."""
-
-    def __init__(self, module: nn.Module, policy: Policy) -> None:
-        casts_inputs = policy.get("cast_forward_inputs", True)
-        dtype_in = policy.get("param_dtype") if casts_inputs else None
-        dtype_out = policy.get("output_dtype")
-        self._hooks = [
-            module.register_forward_pre_hook(
-                lambda module, args, kwargs: (cast(args, dtype_in), cast(kwargs, dtype_in)), with_kwargs=True
-            ),
-            module.register_forward_hook(lambda module, args, output: cast(output, dtype_out)),
-        ]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    dtype_in = policy.get("param_dtype") if policy.get("cast_forward_inputs", True) else None
+    dtype_out = policy.get("output_dtype")
+    module.register_forward_pre_hook(lambda module, args: cast(args, dtype_in))
+    module.register_forward_hook(lambda module, args, output: cast(output, dtype_out))
 
 
 def inner(policy: Policy) -> Policy:
     return {**policy, "output_dtype": None}
 
 
-def sharded(model: nn.Module, policy: Policy, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, policy: Policy) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(**inner(policy)), **options)
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy), **options)
-
-
-def mixed_run(program: Program, policy: Policy) -> tuple[dict[str, Any], Simulation | None]:
-    """The sharded training, and on one rank the simulation of all, with the same kernels."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = sharded(program.model(), policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)  # foreach takes one dtype
-    notes: dict[str, Any] = {}
-    for step in range(program.steps):
-        optimizer.zero_grad()
-        for microbatch in range(program.microbatches):
-            model.set_requires_gradient_sync(microbatch == program.microbatches - 1)
-            program.loss(model, program.part(10 * step + microbatch, rank, world)).backward()
-        notes |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
-        optimizer.step()
-    return {**notes, **parameters_of(model)}, simulated(program, policy, world) if rank == 0 else None
-
-
-def assert_as_simulated(ranks: list[tuple[dict[str, Any], Simulation | None]], roundings: float) -> None:
-    """Equal up to `roundings`, a bound relative to the largest number that went into each tensor."""
-    simulation = None
-    for got, own in ranks:
-        simulation = own or simulation  # the rank's own, or the first one's, which holds for all
-        assert simulation is not None
-        assert got.keys() == simulation.tensors.keys()
-        for name, value in simulation.tensors.items():
-            assert got[name].dtype == value.dtype, f"{name}: {got[name].dtype}, not {value.dtype}"
-            atol = roundings * simulation.largest[name]
-            torch.testing.assert_close(
-                got[name], value, rtol=0.0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**inner(policy)))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -242,13 +199,30 @@ TRAINED: dict[str, tuple[Program, Policy, float]] = {
 }
 
 
-@pytest.mark.thin(2)
-@one_or_two
-@pytest.mark.parametrize(("program", "policy", "roundings"), TRAINED.values(), ids=TRAINED)
+@alternately(("program", "policy", "roundings"), TRAINED)
+@on_ranks()
 def test_training_equals_a_simulation_of_the_casts(
-    world: World, program: Program, policy: Policy, roundings: float
+    program: Program, policy: Policy, roundings: float
 ) -> None:
-    assert_as_simulated(world.run(mixed_run, program, policy), roundings)
+    """Up to `roundings`, a bound relative to the largest number that went into each tensor."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded(program.model(), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)  # foreach takes one dtype
+    found: dict[str, Any] = {}
+    for step in range(program.steps):
+        optimizer.zero_grad()
+        for microbatch in range(program.microbatches):
+            model.set_requires_gradient_sync(microbatch == program.microbatches - 1)
+            program.loss(model, program.part(10 * step + microbatch, rank, world)).backward()
+        found |= {f"step {step}: {name}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+    found |= parameters_of(model)
+    simulation = simulated(program, policy, world)
+    assert found.keys() == simulation.tensors.keys()
+    for name, value in simulation.tensors.items():
+        assert found[name].dtype == value.dtype, f"{name}: {found[name].dtype}, not {value.dtype}"
+        atol = roundings * simulation.largest[name]
+        assert_equal(found[name], value, name, atol)
 
 
 # --- what modules and callers see -----------------------------------------------------------------
@@ -290,9 +264,7 @@ DTYPES: dict[str, tuple[Policy, torch.dtype, torch.dtype, list[torch.dtype]]] = 
 }
 
 
-@pytest.mark.thin(2)
-@one_or_two
-@pytest.mark.parametrize(("policy", "own", "inputs", "expected"), DTYPES.values(), ids=DTYPES)
+@alternately(("policy", "own", "inputs", "expected"), DTYPES)
 @on_ranks()
 def test_each_tensor_has_the_dtype_that_the_policy_names(
     policy: Policy, own: torch.dtype, inputs: torch.dtype, expected: list[torch.dtype]
@@ -339,24 +311,19 @@ def nested_inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
     }
 
 
-def nested(policy: Policy) -> tuple[Any, Any]:
-    model = fully_shard(Collector(), mp_policy=MixedPrecisionPolicy(**policy))
+@pytest.mark.parametrize(("casts", "dtype_out"), [(True, None), (True, F64), (False, F64)])
+@on_ranks(2)
+def test_floating_tensors_in_containers_are_cast_and_nothing_else(
+    casts: bool, dtype_out: torch.dtype | None
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=dtype_out, cast_forward_inputs=casts)
+    model = fully_shard(Collector(), mp_policy=policy)
     args, kwargs = nested_inputs()
     output = model(*args, **kwargs)
-    assert dtypes((args, kwargs)) == dtypes(nested_inputs()), "the caller's own containers were changed"
-    return model.seen, dtypes(output)
-
-
-@pytest.mark.parametrize("casts", [True, False])
-@pytest.mark.parametrize("dtype_out", [None, F64])
-def test_floating_tensors_in_containers_are_cast_and_nothing_else(
-    world2: World, casts: bool, dtype_out: torch.dtype | None
-) -> None:
-    policy = {"param_dtype": BF16, "output_dtype": dtype_out, "cast_forward_inputs": casts}
     given = cast(nested_inputs(), BF16 if casts else None)
-    expected = dtypes(given), {"given": dtypes(cast(given, dtype_out)), "computed": dtype_out or BF16}
-    for seen in world2.run(nested, policy):
-        assert seen == expected
+    assert model.seen == dtypes(given)
+    assert dtypes(output) == {"given": dtypes(cast(given, dtype_out)), "computed": dtype_out or BF16}
+    assert dtypes((args, kwargs)) == dtypes(nested_inputs()), "the caller's own containers were changed"
 
 
 @on_ranks(2)
@@ -431,9 +398,7 @@ SUMS: dict[str, tuple[Policy, list[float], bool, float]] = {
 }
 
 
-@pytest.mark.thin(2)
-@one_or_two
-@pytest.mark.parametrize(("policy", "microbatches", "syncs", "expected"), SUMS.values(), ids=SUMS)
+@alternately(("policy", "microbatches", "syncs", "expected"), SUMS)
 @on_ranks()
 def test_microbatches_add_up_in_the_dtype_asked_for(
     policy: Policy, microbatches: list[float], syncs: bool, expected: float
@@ -451,7 +416,6 @@ def test_microbatches_add_up_in_the_dtype_asked_for(
     ("policy", "by_rank", "mean"),
     [
         (SPLIT, [256.0, 1.0], 128.5),  # which bfloat16 does not have
-        ({"reduce_dtype": F64}, [256.0, 1.0], 128.5),
         ({"reduce_dtype": BF16}, [257.0, 257.0], 256.0),  # 257 cannot be sent
     ],
     ids=str,
@@ -465,13 +429,9 @@ def test_gradients_are_sent_and_added_up_in_the_dtype_of_reduction(
     assert torch.equal(whole(model.gain.grad), torch.full((6,), mean))
 
 
-# --- parameters that some microbatches use --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world", "policy", "uses", "late"),
     [
-        (2, SPLIT, [False, True], 3.0),
         (2, IN_F32, [True, False], 2.0),
         (2, {"param_dtype": F64}, [False, False, True], 4.0),
         (1, SPLIT, [False, True], 3.0),
@@ -549,23 +509,19 @@ def test_parameters_of_several_dtypes_share_a_group(make: Callable[[], nn.Module
     }
     (model(inputs).float() - 1).pow(2).mean().backward()
     (functional_call(plain, low, (cast(inputs, compute),)).float() - 1).pow(2).mean().backward()
-    expected = {}
-    for name, param in plain.named_parameters():
-        gradient = low[name].grad
-        expected[f"gradient of {name}"] = None if gradient is None else gradient.to(param.dtype)
     found = gradients_of(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with torch.no_grad():
         model(inputs)  # the new weights can be unsharded
     assert model.seen == plain.seen
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert found[name] is None
+    for name, param in plain.named_parameters():
+        gradient, want = found[f"gradient of {name}"], low[name].grad
+        if want is None:
+            assert gradient is None
             continue
-        assert found[name].dtype == value.dtype, name
-        atol = 2 * eps(BF16) * value.abs().max().item()
-        torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol)
+        assert gradient.dtype == param.dtype, name
+        atol = 2 * eps(BF16) * want.abs().max().item()
+        torch.testing.assert_close(gradient, want.to(param.dtype), rtol=0.0, atol=atol)
 
 
 # --- models that change under way -----------------------------------------------------------------
@@ -573,13 +529,10 @@ def test_parameters_of_several_dtypes_share_a_group(make: Callable[[], nn.Module
 FROZEN: list[tuple[str, ...]] = [("inlet",), (), ("blocks.0", "outlet"), ("blocks.1.norm", "inlet"), ()]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("policy", [SPLIT, {"param_dtype": BF16}, IN_F32], ids=str)
 @on_ranks(2)
-def test_parameters_may_be_frozen_and_thawed_under_mixed_precision(policy: Policy) -> None:
+def test_parameters_may_be_frozen_and_thawed_under_mixed_precision() -> None:
     """Gradients of the trained parameters equal those of a model in which all are trained."""
-    model = sharded(TOWER.model(), policy)
-    twin = sharded(TOWER.model(), policy)
+    model, twin = (sharded(TOWER.model(), {"param_dtype": BF16}) for _ in range(2))
     for step, frozen in enumerate(FROZEN):
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith(frozen) if frozen else True)
@@ -624,64 +577,30 @@ def test_a_sharded_model_may_be_converted_and_still_computes_as_its_policy_says(
 # --- float16 with a gradient scaler ---------------------------------------------------------------
 
 
-def scaled_training(overflows_on: int | None, accumulates: bool) -> tuple[Any, ...]:
-    """Four steps; in the second one, one rank's loss is too large for float16."""
+@on_ranks(2)
+def test_a_gradient_scaler_skips_the_step_on_every_rank() -> None:
+    """Four steps of two microbatches; in the second one, one rank's loss is too large for float16."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = sharded(TOWER.model(), HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scales, norms, weights = [], [], []
+    scales, weights = [], []
     for step in range(4):
         optimizer.zero_grad()
-        for microbatch in range(2 if accumulates else 1):
-            model.set_requires_gradient_sync(not accumulates or microbatch == 1)
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
             loss = float_loss(model, TOWER.part(10 * step + microbatch, rank, world))
-            if step == 1 and rank == overflows_on and microbatch == 0:
-                loss = loss * 1e9
-            scaler.scale(loss).backward()
+            scaler.scale(loss * (1e9 if step == 1 and rank == microbatch == 0 else 1.0)).backward()
         scaler.unscale_(optimizer)
-        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item())
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item()
+        assert (norm < float("inf")) is (step != 1)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
         weights.append(whole(model.inlet.weight))
-    return scales, norms, weights
-
-
-@pytest.mark.parametrize(("overflows_on", "accumulates"), [(None, False), (0, True), (1, False)])
-def test_a_gradient_scaler_skips_the_step_on_every_rank(
-    world2: World, overflows_on: int | None, accumulates: bool
-) -> None:
-    first, *others = world2.run(scaled_training, overflows_on, accumulates)
-    scales, norms, weights = first
-    for other in others:
-        assert str(other[:2]) == str((scales, norms))  # as text: a norm may be no number
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(other[2], weights, strict=True))
-    if overflows_on is None:
-        assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
-        assert not torch.equal(weights[0], weights[1])
-    else:
-        assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
-        assert not norms[1] < float("inf")
-        assert torch.equal(weights[0], weights[1]), "the step with infinite gradients was taken"
+    assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
+    assert torch.equal(weights[0], weights[1]), "the step with infinite gradients was taken"
     assert not torch.equal(weights[1], weights[2])
-
-
-def unscaled_gradients(scale: float) -> dict[str, Any]:
-    model = sharded(TOWER.model(), HALF)
-    loss = float_loss(model, TOWER.part(0, dist.get_rank(), dist.get_world_size()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    scaler.scale(loss).backward()
-    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-    return gradients_of(model)
-
-
-def test_unscaled_gradients_are_the_gradients(world2: World) -> None:
-    """A scale that is a power of two changes no digit, except in what underflows in float16."""
-    expected = world2.run(unscaled_gradients, 1.0)[0]
-    for found in world2.run(unscaled_gradients, 2.0**6):
-        for name, want in expected.items():
-            torch.testing.assert_close(found[name], want, rtol=0.0, atol=eps(F16) * want.abs().max().item())
 
 
 # --- parameters that stay in full precision -------------------------------------------------------
@@ -727,10 +646,6 @@ def keeps_gate(name: str, module: nn.Module, param: nn.Parameter) -> bool:
     return name.endswith("router.gate")
 
 
-def keeps_vectors_of_norms(name: str, module: nn.Module, param: nn.Parameter) -> bool:
-    return isinstance(module, Router) and param.ndim == 1
-
-
 KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
     "nothing": (None, {}),
     "class": (nn.LayerNorm, {"norm": F32}),
@@ -738,7 +653,6 @@ KEPT: dict[str, tuple[Any, dict[str, torch.dtype]]] = {
     "class_around_others": (Watched, {"up": F32}),
     "tuple_with_own_class": ((nn.RMSNorm, Router), {"last": F32, "router": F32}),
     "predicate": (keeps_gate, {"router": F32}),
-    "predicate_of_modules": (keeps_vectors_of_norms, {"router": F32}),
 }
 
 
@@ -932,9 +846,8 @@ def test_floating_buffers_are_cast_and_others_left(policy: Policy, floating: tor
 def test_equal_precisions_are_one_object() -> None:
     made = [precision_of(F32, MixedPrecisionPolicy(**SPLIT)) for _ in range(2)]
     plain = [precision_of(F32, policy) for policy in (None, MixedPrecisionPolicy())]
-    assert made[0] is made[1]
+    assert made[0] is made[1] != plain[0]
     assert plain[0] is plain[1]
-    assert made[0] != plain[0]
 
 
 @on_ranks(2)
