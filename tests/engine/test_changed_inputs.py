@@ -98,9 +98,8 @@ HOWS = (
 )
 
 
-@same_as_plain(1, 2)
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("reshard", [None, True])
+@same_as_plain()
+@pytest.mark.parametrize(("world", "reshard"), [(1, None), (2, True)], indirect=["world"])
 def test_what_a_block_adds_to_its_input_has_a_gradient(side: Side, reshard: bool | None) -> None:
     for how in HOWS:
         model = side.shard_tower(built(Changing, how), reshard_after_forward=reshard)

@@ -1,10 +1,12 @@
 """Graphs that a backward has made (`create_graph=True`) find their weights, whatever runs in between."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from events import observe
+from events import events_of
+from failure_models import Chain, block
 from meshed import refusal
 from models import built, even_tower
 from on_ranks import on_ranks
@@ -14,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy
-
-RESHARD = [None, True, False]
 
 
 def slope(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -73,9 +73,7 @@ BETWEEN: list[Callable[[Side, nn.Module], None]] = [
 
 
 @same_as_plain(2)
-@pytest.mark.thin(21)
-@pytest.mark.parametrize("make", [even_tower, Soft])
-@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize(("make", "reshard"), [(even_tower, None), (Soft, True), (even_tower, False)])
 def test_any_pass_may_come_between_a_graph_and_its_backward(
     side: Side, make: Callable[[], nn.Module], reshard: bool | None
 ) -> None:
@@ -99,11 +97,26 @@ def test_any_pass_may_come_between_a_graph_and_its_backward(
 # --- derivatives of higher order ------------------------------------------------------------------
 
 
+def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    return mean_of_squares(model, inputs) + 10 * penalty(model, inputs)
+
+
 @same_as_plain(2)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) -> None:
-    model = side.shard_tower(built(Soft), comm_policy=CommPolicy(backward_prefetch=backward_prefetch))
+@pytest.mark.parametrize(
+    ("loss", "depth", "reshard"),
+    [(loss_with_penalty, 0, None), (loss_with_penalty, 3, True), (penalty, 3, None)],
+)
+def test_a_gradient_penalty_trains_as_without_sharding(
+    side: Side, loss: Any, depth: int, reshard: bool | None
+) -> None:
+    """Beside another loss, or as all of it."""
+    model = side.shard_tower(built(Chain, *[block] * depth), reshard_after_forward=reshard)
+    side.steps(model, adamw(model), range(2), loss)
+
+
+@same_as_plain(2)
+def test_derivatives_of_higher_order(side: Side) -> None:
+    model = side.shard_tower(built(Soft), comm_policy=CommPolicy(backward_prefetch="after"))
     point = torch.arange(8.0).double().div(8)[None]
     second = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), point, create_graph=True)
     side.note("hessian", second)
@@ -126,8 +139,7 @@ def test_derivatives_of_higher_order(side: Side, backward_prefetch: str | None) 
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("reshard", [None, False])
 def test_forces_leave_nothing_unsharded(side: Side, reshard: bool | None) -> None:
     model = side.shard_tower(built(Soft), reshard_after_forward=reshard)
     optimizer = adamw(model)
@@ -174,9 +186,8 @@ def test_the_backward_of_a_graph_unshards_each_group_once_and_ahead() -> None:
     side = Side(is_sharded=True)
     model = side.shard_tower(built(even_tower))
     penalty(model, side.inputs(0)).backward()
-    events: list[str] = []
     punished = penalty(model, side.inputs(0))
-    observe(model, lambda event, name: events.append(f"{event} {name}"))
+    events = events_of(model)
     punished.backward()
     names = ["Tower", "blocks.0", "blocks.1", "blocks.2"]
     assert [event for event in events if event.startswith("unshard")] == [f"unshard {n}" for n in names]

@@ -4,15 +4,15 @@ import copy
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from events import events_of
 from expecttest import assert_expected_inline
-from failure_models import Failure
+from failure_models import CheckpointedTower, Failure
 from harness import World
 from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from towers import backward
 
 
@@ -104,6 +104,8 @@ def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows() -> No
     shard_tower(model)
     events = events_of(model)
     for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]):
+        if order == [0, 1, 2]:
+            events.clear()
         events.append(f"-- {order}")
         model.order = order
         with torch.no_grad():
@@ -111,19 +113,6 @@ def test_a_new_order_stops_prefetch_and_is_what_the_next_forward_follows() -> No
     assert_expected_inline(
         "\n".join(events),
         """\
--- [0, 1, 2]
-unshard Switching
-forward Switching
-unshard blocks.0
-forward blocks.0
-free blocks.0
-unshard blocks.1
-forward blocks.1
-free blocks.1
-unshard blocks.2
-forward blocks.2
-free blocks.2
-free Switching
 -- [0, 1, 2]
 unshard Switching
 unshard blocks.0
@@ -166,33 +155,17 @@ free Switching""",
     )
 
 
-def events_of_a_checkpointed_step(use_reentrant: bool) -> list[str]:
-    model = built(Tower, depth=2, seed=0)
-    shard_tower(model)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        x = model.inlet(x)
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=use_reentrant)
-        return model.outlet(x)
-
-    model.forward = forward
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_recomputed_block_is_unsharded_once_in_backward(reentrant: bool) -> None:
+    model = shard_tower(built(CheckpointedTower, "around", reentrant, depth=2, seed=0))
     backward(model)
     events = events_of(model)
     backward(model)
-    return events
-
-
-def test_a_recomputed_block_is_unsharded_once_in_backward(world2: World) -> None:
-    logs = [the_same_on_all_ranks(world2.run(events_of_a_checkpointed_step, r)) for r in (False, True)]
-    for log in logs:
-        backward = log[log.index("backward Tower") :].splitlines()
-        assert [line for line in backward if line.startswith("unshard")] == ["unshard blocks.0"]
-        assert [line for line in backward if line.startswith("reduce ")] == [
-            "reduce blocks.1",
-            "reduce blocks.0",
-            "reduce Tower",
-        ]
+    after = events[events.index("backward CheckpointedTower") :]
+    assert [event for event in after if event.startswith("unshard")] == ["unshard blocks.0"]
+    reductions = [event for event in after if event.startswith("reduce ")]
+    assert reductions == ["reduce blocks.1", "reduce blocks.0", "reduce CheckpointedTower"]
 
 
 class Again(Tower):
@@ -203,25 +176,23 @@ class Again(Tower):
         return self.outlet(third(first(second(first(self.inlet(x))))))
 
 
-def reductions_in(model: Any, count: int = 1) -> list[str]:
-    """Backwards and reductions of step number ``count`` of a tower that is sharded here."""
-    shard_tower(model)
-    for index in range(count - 1):
-        backward(model, index)
+def with_unused(module: nn.Module) -> None:
+    module.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+
+def reductions_in(model: Any, step: int = 1) -> str:
+    """Backwards and reductions of a step."""
     events = events_of(model)
-    backward(model, count)
-    return [event for event in events if event.split()[0] in ("backward", "reduce")]
+    backward(model, step)
+    return "\n".join(event for event in events if event.split()[0] in ("backward", "reduce"))
 
 
-def reductions_of_a_block_that_runs_twice() -> list[str]:
+@on_ranks(2)
+def test_a_block_with_unused_parameters_is_reduced_after_the_first_of_its_calls() -> None:
     model = built(Again, seed=0)
-    model.blocks[0].unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    return reductions_in(model)
-
-
-def test_a_block_with_unused_parameters_is_reduced_after_the_first_of_its_calls(world2: World) -> None:
+    with_unused(model.blocks[0])
     assert_expected_inline(
-        the_same_on_all_ranks(world2.run(reductions_of_a_block_that_runs_twice)),
+        reductions_in(shard_tower(model)),
         """\
 backward Again
 backward blocks.2
@@ -272,17 +243,12 @@ class InTurn(nn.Module):
         return self.layers[self.calls % 2](x)
 
 
-def reductions_of_a_block_that_uses_other_parameters_in_each_call() -> list[str]:
+@on_ranks(2)
+def test_a_block_that_has_gradients_of_its_last_call_is_not_reduced_before_those_of_the_first() -> None:
     model = built(Again, seed=0)
     model.blocks[0] = InTurn(model.blocks[0])
-    return reductions_in(model)
-
-
-def test_a_block_that_has_gradients_of_its_last_call_is_not_reduced_before_those_of_the_first(
-    world2: World,
-) -> None:
     assert_expected_inline(
-        the_same_on_all_ranks(world2.run(reductions_of_a_block_that_uses_other_parameters_in_each_call)),
+        reductions_in(shard_tower(model)),
         """\
 backward Again
 backward blocks.2
@@ -296,18 +262,16 @@ reduce Again""",
     )
 
 
-def reductions_with_unused_parameters(count: int) -> list[str]:
+@on_ranks(2)
+def test_a_group_with_unused_parameters_is_reduced_once_it_is_over() -> None:
+    """In every step: before backward enters the next group, and not at the end of it."""
     model = built(Tower, seed=0)
     for block in model.blocks:
-        block.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    return reductions_in(model, count)
-
-
-def test_a_group_with_unused_parameters_is_reduced_once_it_is_over(world2: World) -> None:
-    """In every step: before backward enters the next group, and not at the end of it."""
-    for count in (1, 3):
+        with_unused(block)
+    shard_tower(model)
+    for step in range(1, 4):
         assert_expected_inline(
-            the_same_on_all_ranks(world2.run(reductions_with_unused_parameters, count)),
+            reductions_in(model, step),
             """\
 backward Tower
 backward blocks.2

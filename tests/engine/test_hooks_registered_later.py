@@ -19,9 +19,7 @@ def uses_weights(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @same_as_plain(2)
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize(("copies", "reshard"), [(False, None), (True, True)])
 def test_forward_hooks_registered_later_see_full_parameters(
     side: Side, copies: bool, reshard: bool | None
 ) -> None:

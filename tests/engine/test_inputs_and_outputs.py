@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from events import observe
+from events import counts, events_of
 from failure_models import Chain, Recurrent, block
-from harness import World
+from meshed import outcome
 from models import Block, built, even_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
@@ -20,58 +20,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from shardwise import fully_shard
 
-RESHARD = [None, True, False]
-
 
 def train(side: Side, model: nn.Module, reshard: bool | None = None, loss: Any = mean_of_squares) -> None:
     side.shard_tower(model, reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(2), loss)
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-class TakesAndReturnsContainers(Block):
-    def __init__(self) -> None:
-        super().__init__(8, 13)
-
-    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
-        x = super().forward(given["x"])
-        return {"x": x, "losses": [*given["losses"], x.mean()]}
-
-
-class OfContainers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TakesAndReturnsContainers() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        given: dict[str, Any] = {"x": x, "losses": []}
-        for each in self.blocks:
-            given = each(given)
-        return given["x"] + sum(given["losses"])
-
-
-@on_ranks(2)
-def test_a_step_leaves_no_tensors_to_the_garbage_collector() -> None:
-    model = Side(is_sharded=True).shard_tower(built(OfContainers))
-    optimizer = adamw(model)
-    for step in range(4):
-        if step == 2:
-            gc.collect()
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-        mean_of_squares(model, torch.randn(4, 8, dtype=torch.float64)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    try:
-        gc.collect()
-        left = [str(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-    assert left == []
 
 
 # --- outputs changed in place ---------------------------------------------------------------------
@@ -110,7 +62,7 @@ class InPlace(Chain):
         elif self.operation == "add_weight":
             y.add_(self.inlet.weight.sum(), alpha=0.1)
         elif self.operation == "part":
-            (y[0] if self.kind == "transposed" else y[..., 0]).mul_(0.5)
+            y[..., 0].mul_(0.5)
         elif self.operation == "tanh":
             y.tanh_()
         elif self.operation == "view_then_mul":
@@ -123,20 +75,21 @@ class InPlace(Chain):
 
 
 @same_as_plain(2)
-@pytest.mark.thin(18)
-@pytest.mark.parametrize("kind", ["itself", "reshape", "slice", "transposed", "view_of_view"])
-@pytest.mark.parametrize("operation", ["mul", "add_weight", "part", "tanh", "view_then_mul"])
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [
+        ("itself", "mul"),
+        ("reshape", "add_weight"),
+        ("slice", "part"),
+        ("transposed", "tanh"),
+        ("view_of_view", "view_then_mul"),
+    ],
+)
 def test_outputs_and_views_may_be_changed_in_place(side: Side, kind: str, operation: str) -> None:
     train(side, built(InPlace, kind, operation), True)
 
 
 # --- tensors in containers and on attributes ------------------------------------------------------
-
-
-@dataclass
-class Data:
-    hidden: Tensor
-    extra: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +139,6 @@ def in_generator(hidden: Tensor, extra: Any = None) -> Any:
     return (tensor for tensor in (hidden, extra))
 
 
-CONTAINERS = [Data, FrozenData, Named, Plain, ModelOutput, in_lists]
-
-
 def taken_out(output: Any) -> Tensor:
     if isinstance(output, list):
         return output[1][0][1][0][0]
@@ -218,16 +168,36 @@ class Container(Chain):
 
 
 @same_as_plain(2)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("container", CONTAINERS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "container",
+    [FrozenData, Named, Plain, ModelOutput, in_lists, Hidden, in_generator],
+    ids=lambda c: c.__name__,
+)
 def test_tensors_are_found_in_containers(side: Side, container: Any) -> None:
+    """In the last two they are not; there parameters stay for the backward."""
     train(side, built(Container, container), True)
 
 
-@same_as_plain(2)
-@pytest.mark.parametrize("container", [Hidden, in_generator], ids=lambda c: c.__name__)
-def test_parameters_stay_for_a_backward_through_what_nothing_finds(side: Side, container: Any) -> None:
-    train(side, built(Container, container), True)
+@on_ranks(2)
+def test_a_step_leaves_no_tensors_to_the_garbage_collector() -> None:
+    model = Side(is_sharded=True).shard_tower(built(Container, in_lists))
+    optimizer = adamw(model)
+    for step in range(4):
+        if step == 2:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        mean_of_squares(model, torch.randn(4, 8, dtype=torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        gc.collect()
+        left = [str(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []
 
 
 # --- parameters as outputs ------------------------------------------------------------------------
@@ -237,12 +207,8 @@ RETURNED: dict[str, Callable[[Tensor, nn.Linear], Any]] = {
     "itself": lambda x, linear: (x, linear.weight),
     "view": lambda x, linear: (x, linear.weight.t()[1:, 2:]),
     "row": lambda x, linear: [x, {"weight": linear.weight[3]}],
-    "detached": lambda x, linear: (x, linear.weight.detach()),
-    "data": lambda x, linear: (x, linear.weight.data),
     "expanded": lambda x, linear: (x, linear.bias.expand(3, 8)),
-    "dataclass": lambda x, linear: Data(x, linear.weight),
-    "frozen_dataclass": lambda x, linear: FrozenData(x, linear.weight),
-    "namedtuple": lambda x, linear: Named(x, linear.weight),
+    "dataclass": lambda x, linear: FrozenData(x, linear.weight),
     "twice": lambda x, linear: (x, (linear.weight, linear.weight)),
     "hidden": lambda x, linear: Plain(x, linear.weight),
 }
@@ -280,15 +246,9 @@ class UsesReturned(nn.Module):
 
 
 @same_as_plain(2)
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [how for how in RETURNED if how != "hidden"])
 def test_a_block_may_return_its_own_parameter(side: Side, how: str) -> None:
-    train(side, built(UsesReturned, how), True)
-
-
-@same_as_plain(2)
-def test_a_block_kept_unsharded_may_return_its_own_parameter(side: Side) -> None:
-    train(side, built(UsesReturned, "itself"), False)
+    train(side, built(UsesReturned, how), how != "itself")
 
 
 class ReturnsInnerWeight(nn.Module):
@@ -405,20 +365,13 @@ def collected_loss(model: Any, inputs: Tensor) -> Tensor:
 
 
 @same_as_plain(2)
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("when", "only_aux", "reshard"),
     [
-        ("before", False, None),
-        ("before", True, True),
         ("before", True, False),
-        ("after", False, True),
-        ("after", True, True),
         ("after", False, False),
-        ("none", False, True),
-        ("none", True, False),
+        ("none", True, None),
         ("detached", False, True),
-        ("codes", False, False),
         ("codes", False, True),
     ],
 )
@@ -509,61 +462,14 @@ class StoresWeight(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def outcome_of_stored_weight() -> str:
+@on_ranks(2)
+def test_a_parameter_left_on_an_attribute_does_not_kill_the_process() -> None:
     side = Side(is_sharded=True)
     expected = built(Chain, StoresWeight, block).blocks[0].linear.weight.pow(2).sum()
     model = side.shard_tower(built(Chain, StoresWeight, block))
-    try:
-        model(side.inputs(0))
-        found = model.blocks[0].kept.pow(2).sum()
-    except RuntimeError as error:
-        return str(error)
-    return "right" if torch.allclose(expected, found) else f"wrong: {found} for {expected}"
-
-
-def test_a_parameter_left_on_an_attribute_does_not_kill_the_process(world2: World) -> None:
-    for outcome in world2.run(outcome_of_stored_weight):
-        assert outcome == "right" or "blocks.0.linear.weight" in outcome, outcome
-
-
-class ReturnsNone(Block):
-    def __init__(self) -> None:
-        super().__init__(8, 13)
-
-    def forward(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
-        state["x"] = super().forward(state["x"])
-
-
-class Passing(Chain):
-    def __init__(self) -> None:
-        super().__init__(*[ReturnsNone] * 3)
-
-    def between(self, block: nn.Module, x: Tensor) -> Tensor:
-        state = {"x": x}
-        assert block(state) is None
-        return state["x"]
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize(("reshard", "in_handler"), [(None, False), (False, False), (True, True)])
-def test_a_block_may_return_nothing_also_inside_an_except_clause(
-    side: Side, reshard: bool | None, in_handler: bool
-) -> None:
-    model = side.shard_tower(built(Passing), reshard_after_forward=reshard)
-    optimizer = adamw(model)
-
-    def steps() -> None:
-        side.steps(model, optimizer, range(2))
-        with torch.no_grad():
-            side.note_rows("evaluation", model(side.inputs(5)))
-        side.assert_settled(model)
-
-    if not in_handler:
-        return steps()
-    try:
-        raise LookupError
-    except LookupError:  # trying again where an error was caught
-        steps()
+    model(side.inputs(0))
+    told = outcome(lambda: torch.testing.assert_close(model.blocks[0].kept.pow(2).sum(), expected))
+    assert told == "accepted" or "blocks.0.linear.weight" in told
 
 
 # --- several outputs ------------------------------------------------------------------------------
@@ -591,11 +497,7 @@ class UsesOne(Chain):
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("used", "reshard"),
-    [((0,), None), ((1,), False), ((2,), None), ((0, 2), False), ((2,), False), ((0, 1, 2), None)],
-)
+@pytest.mark.parametrize(("used", "reshard"), [((1,), False), ((0, 2), False), ((0, 1, 2), None)])
 def test_any_of_several_outputs_may_be_used(side: Side, used: tuple[int, ...], reshard: bool | None) -> None:
     train(side, built(UsesOne, used), reshard)
 
@@ -612,10 +514,10 @@ class PassesThrough(nn.Module):
 
 
 class Dense(nn.Module):
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inlet = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(PassesThrough() for _ in range(depth))
+        self.blocks = nn.ModuleList(PassesThrough() for _ in range(4))
         self.outlet = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -626,38 +528,17 @@ class Dense(nn.Module):
 
 
 @same_as_plain(2)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_a_block_may_hand_on_its_inputs(side: Side, reshard: bool | None) -> None:
-    train(side, built(Dense), reshard)
-
-
-@on_ranks(2)
-def test_inputs_handed_on_cause_no_further_unshards() -> None:
-    side = Side(is_sharded=True)
-    model = side.shard_tower(built(Dense))
-    model.set_reshard_after_forward(True)
-    mean_of_squares(model, side.inputs(0)).backward()
-    events: list[tuple[str, str]] = []
-    observe(model, lambda event, name: events.append((event, name)))
-    mean_of_squares(model, side.inputs(0)).backward()
-    counts = {name: events.count(("unshard", name)) for name in dict(model.named_modules()) if "." in name}
-    blocks = {name: count for name, count in counts.items() if name.count(".") == 1 and "blocks" in name}
-    assert len(blocks) == 4
-    assert set(blocks.values()) == {2}, blocks  # forward and backward
+def test_inputs_may_be_handed_on_and_cause_no_further_unshards(side: Side) -> None:
+    model = side.shard_tower(built(Dense), reshard_after_forward=True)
+    optimizer = adamw(model)
+    side.step(model, optimizer, 0)
+    events = events_of(model) if side.is_sharded else []
+    side.steps(model, optimizer, [1])
+    if side.is_sharded:  # in forward and backward
+        assert counts(events, "unshard") == {"Dense": 2, **{f"blocks.{index}": 2 for index in range(4)}}
 
 
 # --- recurrent blocks, odd inputs -----------------------------------------------------------------
-
-
-@same_as_plain(2)
-@pytest.mark.thin(23)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=["one", "both_ways"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_blocks_train(side: Side, kind: Any, options: Any, reshard: bool | None) -> None:
-    model = built(Chain, lambda: Recurrent(kind, **options), lambda: Recurrent(kind, **options))
-    train(side, model, reshard)
 
 
 class Packed(nn.Module):
@@ -684,9 +565,10 @@ def test_recurrent_modules_themselves_may_be_sharded_and_fed_packed_sequences(si
 
 
 @same_as_plain(2)
-@pytest.mark.thin(6)
-@pytest.mark.parametrize("reshard", RESHARD)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    ("mode", "reshard"),
+    [(torch.inference_mode, None), (torch.inference_mode, False), (torch.no_grad, True)],
+)
 def test_training_follows_a_first_forward_without_gradients(
     side: Side, mode: Any, reshard: bool | None
 ) -> None:

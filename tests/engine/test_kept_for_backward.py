@@ -14,9 +14,10 @@ from harness import World
 from meshed import refusal
 from models import WIDTH, built, random_batch, shard_tower
 from on_ranks import on_ranks
-from reference import full, mean_of_squares
+from reference import mean_of_squares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from towers import assert_close, gradients
 
 from shardwise import fully_shard, inference, register_fsdp_forward_method
 from shardwise.observe import memory_snapshot
@@ -35,10 +36,7 @@ class Path(nn.Module):
 
 
 def path(**options: Any) -> Any:
-    model = built(Path, seed=0)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model)
+    return shard_tower(built(Path, seed=0), **options)
 
 
 def step(model: nn.Module, *order: int) -> None:
@@ -57,37 +55,31 @@ def unshards_of(model: Any, *order: int) -> str:
     return " ".join(name.removeprefix("blocks.") for name in unsharded(events))
 
 
-def unshards_of_steps(*orders: Sequence[int], **options: Any) -> list[str]:
-    model = path(**options)
-    return [unshards_of(model, *order) for order in orders]
-
-
 IN_ORDER = (0, 1, 2)
 
 
-def test_the_block_that_backward_begins_with_is_unsharded_once(world2: World) -> None:
-    """It is the last of the tree, in whatever order they run."""
-    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER):
-        assert_expected_inline(
-            "\n".join(steps),
-            """\
+@on_ranks(2)
+def test_the_block_that_backward_begins_with_is_unsharded_once() -> None:
+    """It is the last of the tree, in whatever order they run, and kept in between if it runs twice."""
+    model = path()
+    orders = (IN_ORDER, IN_ORDER, (2, 1, 0), (2, 1, 0), (0, 1), IN_ORDER)
+    assert_expected_inline(
+        "\n".join(unshards_of(model, *order) for order in orders),
+        """\
 Path 0 1 2 | 1 0
 Path 0 1 2 | 1 0
 Path 0 2 1 | 0 1
 Path 2 1 0 | 0 1
 Path 2 0 1 | 1 0
 Path 0 1 2 | 1 0""",
-        )
+    )
+    assert unshards_of(path(), 2, 0, 1, 2) == "Path 2 0 1 | 1 0 2"
 
 
-def test_what_runs_twice_is_kept_in_between(world2: World) -> None:
-    for steps in world2.run(unshards_of_steps, (2, 0, 1, 2)):
-        assert steps == ["Path 2 0 1 | 1 0 2"]
-
-
-def test_what_is_to_be_freed_is(world2: World) -> None:
-    for steps in world2.run(unshards_of_steps, IN_ORDER, IN_ORDER, reshard_after_forward=True):
-        assert steps[1] == "Path 0 1 2 | 2 1 0"
+@on_ranks(2)
+def test_what_is_to_be_freed_is() -> None:
+    model = path(reshard_after_forward=True)
+    assert [unshards_of(model, *IN_ORDER) for _ in range(2)][1] == "Path 0 1 2 | 2 1 0"
 
 
 def frees_last_block(model: Any) -> None:
@@ -112,18 +104,12 @@ def test_what_backward_does_without_is_freed(change: Callable[[Any], Any]) -> No
 CROSSED = ((1, 2), (2, 1))
 
 
-def plain_gradients() -> dict[str, Tensor | None]:
-    model = built(Path, seed=0)
-    for rank, order in enumerate(CROSSED):
-        (model(random_batch(rank, 4), order).pow(2).mean() / 2).backward()
-    return {name: full(param.grad) for name, param in model.named_parameters()}
-
-
 @on_ranks(2)
 def test_lists_of_the_callers_are_unsharded_as_they_are() -> None:
     """Ranks run the blocks in different orders, which they may where all are unsharded before."""
-    expected = plain_gradients()
-    model = path()
+    plain, model = built(Path, seed=0), path()
+    for rank, order in enumerate(CROSSED):
+        (plain(random_batch(rank, 4), order).pow(2).mean() / 2).backward()
     blocks = list(model.blocks)[1:]
     model.set_modules_to_forward_prefetch(blocks)
     model.set_modules_to_backward_prefetch(blocks[::-1])
@@ -134,9 +120,8 @@ def test_lists_of_the_callers_are_unsharded_as_they_are() -> None:
     for _ in range(3):
         model.zero_grad()
         unshards.append(unshards_of(model, *CROSSED[dist.get_rank()]))
-    actual = {name: full(param.grad) for name, param in model.named_parameters()}
     assert unshards == ["Path 1 2 | 2 1"] * 3
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert_close(gradients(model), gradients(plain))
 
 
 def trained_where_one_rank_needs_no_gradients() -> list[str]:

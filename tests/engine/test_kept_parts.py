@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import built, even_tower, random_batch, uneven_tower
+from models import built, even_tower, random_batch
 from on_ranks import on_ranks
 from reference import mean_of_squares
-from scenario import Side, same_as_plain
-from test_kept_groups import halve, load_between_microbatches
+from scenario import Side
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.comm.all_gather import AllGather
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.states import SHARDED
@@ -75,19 +73,6 @@ def test_evaluation_ends_it_and_reading_weights_does_not() -> None:
             microbatch(model, 2, is_last=True)
 
 
-@pytest.mark.parametrize(
-    ("is_counted", "says"), [(True, "blocks.1.up.weight has changed"), (False, "its parameters have changed")]
-)
-@on_ranks(4)
-def test_a_change_between_microbatches_is_refused(is_counted: bool, says: str) -> None:
-    model = Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2)
-    microbatch(model, 0, is_last=False)
-    weight = model.blocks[1].up.weight.detach() if is_counted else model.blocks[1].up.weight.data
-    weight.mul_(2)
-    with pytest.raises(RuntimeError, match=f"blocks.1: {says} between microbatches"):
-        model(random_batch(0, 4))
-
-
 @pytest.mark.parametrize("is_counted", [True, False])
 @on_ranks(4)
 def test_a_change_between_a_forward_and_its_backward_is_refused_in_the_next_forward(is_counted: bool) -> None:
@@ -99,57 +84,3 @@ def test_a_change_between_a_forward_and_its_backward_is_refused_in_the_next_forw
     loss.backward()
     with pytest.raises(RuntimeError, match=r"blocks.1: .* between microbatches"):
         model(random_batch(0, 4))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "on the device": {},
-    "offloaded": {"offload_policy": CPUOffloadPolicy()},
-    "cast": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)},
-}
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_parts_of_one_rank_or_of_all_are_gathered_as_ever(side: Side, ranks: int) -> None:
-    """With a forward whose backward never comes."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=ranks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        for number in range(3):
-            side.sync(model, number == 2)
-            side.note_mean(f"lost {step} {number}", mean_of_squares(model, side.inputs(50)))
-            mean_of_squares(model, side.inputs(4 * step + number)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@same_as_plain(4)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_accumulation_trains_as_without_sharding(side: Side, options: str) -> None:
-    """With evaluation between microbatches, weights loaded between steps, and uneven shards."""
-    model = built(uneven_tower)
-    side.shard_tower(model, reshard_after_forward=2, **OPTIONS[options])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        for number in range(3):
-            side.sync(model, number == 2)
-            mean_of_squares(model, side.inputs(4 * step + number, width=7)).backward()
-            if step == 1 and number == 0:
-                with torch.no_grad():
-                    side.note_mean("evaluation", mean_of_squares(model, side.inputs(40, width=7)))
-        side.note_gradients(model)
-        optimizer.step()
-        if step == 2:
-            halve(model)
-    side.note_parameters(model)
-
-
-@same_as_plain(4)
-def test_weights_may_be_loaded_between_microbatches(side: Side) -> None:
-    """All ranks load: the parts that they keep are of the weights before."""
-    model = built(even_tower)
-    side.shard_tower(model, reshard_after_forward=2)
-    load_between_microbatches(side, model)

@@ -389,37 +389,6 @@ def test_frozen_blocks_that_no_gradient_reaches_are_unsharded_once() -> None:
 # --- backward through backward --------------------------------------------------------------------
 
 
-def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
-    inputs = inputs.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-    return (gradient.norm(dim=1) - 1).pow(2).mean()
-
-
-def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
-    loss = mean_of_squares(model, inputs)
-    return loss + 10 * penalty(model, inputs)
-
-
-@same_as_plain(2)
-@pytest.mark.parametrize(
-    ("loss", "depth", "reshard"),
-    [
-        (loss_with_penalty, 0, None),
-        (loss_with_penalty, 3, None),
-        (loss_with_penalty, 3, True),
-        (loss_with_penalty, 3, False),
-        (penalty, 3, None),
-    ],
-)
-def test_a_gradient_penalty_trains_as_without_sharding(
-    side: Side, loss: Any, depth: int, reshard: bool | None
-) -> None:
-    """Beside another loss, or as all of it."""
-    model = built(Chain, *[block] * depth)
-    side.shard_tower(model, reshard_after_forward=reshard)
-    side.steps(model, adamw(model), range(2), loss)
-
-
 class ForceField(nn.Module):
     """Energy and its gradient, both made in forward; parameters of the root are used after that."""
 

@@ -86,21 +86,6 @@ def test_forward_uses_what_was_unsharded_by_hand(async_op: bool, waits: bool) ->
 
 
 @on_ranks(2)
-def test_layers_run_by_hand_inside_of_unshard_and_reshard() -> None:
-    expected = plain_tower()(random_batch(0, 4)).detach()
-    model = sharded_tower()
-    model.unshard()
-    x = model.inlet(random_batch(0, 4))
-    for block in model.blocks:
-        block.unshard()
-        x = x + block.down(torch.tanh(block.up(block.norm(x))))
-        block.reshard()
-    x = model.outlet(x)
-    model.reshard()
-    assert torch.equal(x.detach(), expected)
-
-
-@on_ranks(2)
 def test_what_was_unsharded_by_hand_stays_until_a_forward_has_used_it() -> None:
     everything = [name for name, _ in plain_tower().named_parameters()]
     model = sharded_tower()

@@ -5,46 +5,29 @@ that nothing travels is weighed on the wire (strategies.py).
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
-from comparing import assert_all_same, assert_as_plain, assert_equal
+from comparing import assert_all_same, assert_equal
 from events import events_of
-from failure_models import Failure, fragile_tower
+from failure_models import Failure
 from harness import World
 from meshed import assert_refused_in_a_pass, gradients_of, parameters_of
 from models import built, even_tower, random_batch, uneven_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
-from strategies import FOUR, HYBRID, SOME_PLANS, Plan, Wire, part
+from strategies import HYBRID, Plan, Wire, part, plainly
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.observe import memory_snapshot
 
-by_plan = pytest.mark.parametrize(
-    ("plan", "world"), [(plan, plan.ranks) for plan in SOME_PLANS], indirect=["world"], ids=str
-)
-by_four = pytest.mark.parametrize("plan", FOUR, ids=str)
 
-
-@contextmanager
-def quiet(model: nn.Module, plan: Plan | None, is_quiet: bool = True) -> Iterator[None]:
-    with shardwise.no_sync(model) if plan is not None and is_quiet else nullcontext():
-        yield
-
-
-def waits(model: nn.Module, side: Side, is_quiet: bool = True) -> Any:
-    return shardwise.no_sync(model) if side.is_sharded and is_quiet else nullcontext()
-
-
-def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> Tensor:
-    return mean_of_squares(model, part(plan, seed, width))
+def quiet(model: nn.Module, is_sharded: bool, is_quiet: bool = True) -> Any:
+    return shardwise.no_sync(model) if is_sharded and is_quiet else nullcontext()
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -52,46 +35,6 @@ def loss_of(model: nn.Module, plan: Plan | None, seed: int, width: int = 8) -> T
 # What each microbatch does: Q is quiet, S synchronised, q is quiet in its forward only, s in its backward
 # only, Z is quiet after all gradients have been cleared.
 PATTERNS = ["QQS", "SQqS", "sZS", "QSS"]
-
-
-def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
-    model = built(uneven_tower)
-    if plan is not None:
-        plan.shard(model)
-    optimizer = adamw(model)
-    notes: dict[str, Any] = {}
-    for step in range(2):
-        for index, what in enumerate(pattern):
-            if what == "Z":
-                optimizer.zero_grad()
-            with quiet(model, plan, what in "QqZ"):
-                loss = loss_of(model, plan, 10 * step + index, 7)
-                if what in "QZ":
-                    loss.backward()
-            if what not in "QZ":
-                with quiet(model, plan, what == "s"):
-                    loss.backward()
-        notes |= {f"{name}, step {step}": value for name, value in gradients_of(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return notes | parameters_of(model)
-
-
-def all_accumulated(plan: Plan | None) -> dict[str, Any]:
-    return {
-        f"{pattern}: {name}": value
-        for pattern in PATTERNS
-        for name, value in accumulated(plan, pattern).items()
-    }
-
-
-plainly_accumulated = cache(partial(all_accumulated, None))
-
-
-@pytest.mark.sample(3)
-@by_plan
-def test_microbatches_add_up_as_in_plain_training(world: World, plan: Plan) -> None:
-    assert_all_same(world.run(all_accumulated, plan), plainly_accumulated())
 
 
 class Unlike(nn.Module):
@@ -111,39 +54,65 @@ class Unlike(nn.Module):
         return self.tower.outlet(x)
 
 
-def left_out(plan: Plan | None) -> dict[str, Any]:
+def accumulated(plan: Plan | None, pattern: str) -> dict[str, Any]:
     model = built(Unlike)
     if plan is not None:
         plan.shard(model)
-    for left in (0, 1):
-        with quiet(model, plan):
-            model.left_out = left
-            loss_of(model, plan, left, 7).backward()
-    model.left_out = 3
-    loss_of(model, plan, 2, 7).backward()
-    return gradients_of(model)
+    optimizer = adamw(model)
+    notes: dict[str, Any] = {}
+    for step in range(2):
+        for index, what in enumerate(pattern):
+            if what == "Z":
+                optimizer.zero_grad()
+            model.left_out = index
+            with quiet(model, plan is not None, what in "QqZ"):
+                loss = mean_of_squares(model, part(plan, 10 * step + index))
+                if what in "QZ":
+                    loss.backward()
+            if what not in "QZ":
+                with quiet(model, plan is not None, what == "s"):
+                    loss.backward()
+        notes |= {f"{name}, step {step}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return notes | parameters_of(model)
 
 
-@pytest.mark.sample(3)
-@by_four
-def test_unused_and_frozen_parameters_accumulate_as_plainly(world4: World, plan: Plan) -> None:
-    assert_as_plain(world4, left_out, plan)
+def all_accumulated(plan: Plan | None) -> dict[str, Any]:
+    return {
+        f"{pattern}: {name}": value
+        for pattern in PATTERNS
+        for name, value in accumulated(plan, pattern).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "plan"),
+    [
+        (2, Plan("ddp", 2)),
+        (4, Plan("zero2", 4)),
+        (4, Plan("hybrid_zero2", 4, 2)),
+        (4, Plan("zero3_hpz", 4, 2)),
+    ],
+    indirect=["world"],
+    ids=str,
+)
+def test_microbatches_add_up_as_in_plain_training(world: World, plan: Plan) -> None:
+    assert_all_same(world.run(all_accumulated, plan), plainly(all_accumulated))
 
 
 @same_as_plain(2)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_a_module_that_only_contains_sharded_ones_will_do(side: Side, strategy: str) -> None:
+def test_a_module_that_only_contains_sharded_ones_will_do(side: Side) -> None:
     """The context is given a module that is not sharded itself: a dictionary of two models."""
     both = nn.ModuleDict({"first": built(even_tower), "second": built(even_tower)})
     if side.is_sharded:
         for model in both.values():
-            shardwise.shard_model(model, strategy=strategy)
+            shardwise.shard_model(model, strategy="ddp")
     optimizer = adamw(both)
     for step in range(2):
         optimizer.zero_grad()
         for microbatch in range(3):
-            with waits(both, side, microbatch < 2):
+            with quiet(both, side.is_sharded, microbatch < 2):
                 x = side.inputs(10 * step + microbatch)
                 (both["first"](x) * both["second"](x)).mean().backward()
         side.note_gradients(both)
@@ -155,7 +124,7 @@ def test_a_module_that_only_contains_sharded_ones_will_do(side: Side, strategy: 
 def test_a_single_block_may_defer(side: Side) -> None:
     model = side.shard_tower(built(even_tower))
     for microbatch in range(3):
-        with waits(model.blocks[1], side, microbatch < 2):
+        with quiet(model.blocks[1], side.is_sharded, microbatch < 2):
             mean_of_squares(model, side.inputs(microbatch)).backward()
         if microbatch == 0:
             side.note("of another block", model.blocks[0].up.weight.grad)
@@ -172,7 +141,7 @@ def test_ignored_parameters_that_are_averaged_wait_too(side: Side) -> None:
         model.set_reduce_ignored_params(True)
     for step in range(2):
         for microbatch in range(2):
-            with waits(model, side, microbatch < 1):
+            with quiet(model, side.is_sharded, microbatch < 1):
                 mean_of_squares(model, side.inputs(2 * step + microbatch)).backward()
             if step == microbatch == 0:  # of this rank's rows alone
                 own = built(even_tower)
@@ -182,43 +151,19 @@ def test_ignored_parameters_that_are_averaged_wait_too(side: Side) -> None:
         side.note("bias", model.outlet.bias.grad)
 
 
-@same_as_plain(2)
-def test_an_exception_inside_leaves_what_was_there_before(side: Side) -> None:
-    """A microbatch inside fails: the gradients of the others stay, and the context is left behind."""
-    model = side.shard_tower(built(fragile_tower))
-    optimizer = adamw(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        with waits(model, side):
-            mean_of_squares(model, side.inputs(step)).backward()
-        model.blocks[1].fails = "late"
-        with pytest.raises(Failure), waits(model, side):
-            mean_of_squares(model, side.inputs(5)).backward()
-        model.blocks[1].fails = None
-        mean_of_squares(model, side.inputs(6)).backward()
-        side.note_gradients(model)
-        optimizer.step()
-        side.assert_settled(model)
-    side.note_parameters(model)
-
-
 # --- what travels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "plan", [p for p in FOUR if p.strategy not in ("zero3", "zero3_hpz", "hybrid")], ids=str
-)
+@pytest.mark.parametrize("plan", [Plan("ddp", 4), Plan("zero2", 4)], ids=str)
 @on_ranks(4)
 def test_no_gradient_travels_inside(plan: Plan) -> None:
     """Of the strategies that unshard nothing in backward, so that all bytes are those of gradients."""
-    # Bytes of backwards alone: what the gradients cost, and unshards that come with backward
     model = plan.shard(built(even_tower))
-    loss_of(model, plan, 0).backward()
+    mean_of_squares(model, part(plan, 0, 8)).backward()
     sent: dict[str, float] = {}
     for name in ("first", "second", "outside"):
-        with quiet(model, plan, name != "outside"):
-            loss = loss_of(model, plan, 1)
+        with quiet(model, True, name != "outside"):
+            loss = mean_of_squares(model, part(plan, 1, 8))
             with Wire() as wire:
                 loss.backward()
         sent[name] = wire.sums if plan.strategy == "ddp" else wire.bytes
@@ -228,7 +173,7 @@ def test_no_gradient_travels_inside(plan: Plan) -> None:
 
 def unshards(plan: Plan, pattern: str) -> list[list[str]]:
     model = plan.shard(built(even_tower))
-    loss_of(model, plan, 0).backward()
+    mean_of_squares(model, part(plan, 0, 8)).backward()
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -236,8 +181,8 @@ def unshards(plan: Plan, pattern: str) -> list[list[str]]:
     found = []
     for microbatch, what in enumerate(pattern):
         events.clear()
-        with quiet(model, plan, what == "Q"):
-            loss_of(model, plan, microbatch).backward()
+        with quiet(model, True, what == "Q"):
+            mean_of_squares(model, part(plan, microbatch, 8)).backward()
         found.append([event for event in events if event.startswith(("unshard", "reduce "))])
         if what == "Q":
             assert not any(event.startswith("reduce") for event in events), events
@@ -269,21 +214,15 @@ def test_zero1_unshards_once_a_step_inside_and_outside(world2: World) -> None:
         assert not any(event.startswith("unshard") for each in others for event in each)
 
 
-def freed_after(plan: Plan) -> tuple[bool, bool]:
-    """Whether full parameters are in memory after a quiet backward, and after a synchronised one."""
-    model = plan.shard(built(even_tower))
-    kept = []
-    for is_quiet in (True, False):
-        with quiet(model, plan, is_quiet):
-            loss_of(model, plan, 0).backward()
-        kept.append(memory_snapshot(model.blocks[0]).groups[0].state == "unsharded")
-    return kept[0], kept[1]
-
-
-def test_what_was_kept_inside_is_freed_by_the_backward_after(world2: World) -> None:
-    kept = {"zero2": (True, False), "zero3": (False, False), "zero1": (True, True)}
-    for strategy, want in kept.items():
-        assert world2.run(freed_after, Plan(strategy, 2)) == [want, want], strategy
+@on_ranks(2)
+def test_what_was_kept_inside_is_freed_by_the_backward_after() -> None:
+    for strategy, kept in {"zero2": [True, False], "zero3": [False, False], "zero1": [True, True]}.items():
+        plan = Plan(strategy, 2)
+        model = plan.shard(built(even_tower))
+        for is_quiet, is_kept in zip((True, False), kept, strict=True):
+            with quiet(model, True, is_quiet):
+                mean_of_squares(model, part(plan, 0, 8)).backward()
+            assert (memory_snapshot(model.blocks[0]).groups[0].state == "unsharded") == is_kept, strategy
 
 
 # --- settings -------------------------------------------------------------------------------------

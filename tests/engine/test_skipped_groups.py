@@ -9,9 +9,6 @@ from comparing import alike
 from events import counts, events_of
 from expecttest import assert_expected_inline
 from harness import World
-from models import built
-from reference import mean_of_squares
-from scenario import Side, same_as_plain
 from torch import Tensor, nn
 
 from shardwise import CommPolicy, fully_shard
@@ -119,17 +116,3 @@ def most_unsharded(order: str, prefetch: int) -> int:
 def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int) -> None:
     for order in ("0345", "025", "05", "135"):
         assert max(world2.run(most_unsharded, order, prefetch)) <= prefetch + 1
-
-
-@same_as_plain(2)
-def test_training_with_random_depth_is_plain_training(side: Side) -> None:
-    model = built(Deep, seed=0)
-    side.shard(*model.layers, model, comm_policy=CommPolicy(prefetch=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, order in enumerate(["012345", "0245", "135", "05", "5", "012345", "0123", "3210"]):
-        model.order = order
-        loss = mean_of_squares(model, side.inputs(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.note_parameters(model)
