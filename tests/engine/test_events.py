@@ -9,29 +9,21 @@ import torch
 from events import events_of
 from expecttest import assert_expected_inline
 from failure_models import CheckpointedTower, Failure
-from harness import World
 from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from towers import backward
 
 
-def events_of_steps(count: int) -> list[str]:
-    model = shard_tower(built(Tower, seed=0))
-    for index in range(count - 1):
-        backward(model, index)
+def log_of_a_step(model: nn.Module, step: int = 1) -> str:
     events = events_of(model)
-    backward(model, count)
-    return events
+    backward(model, step)
+    return "\n".join(events)
 
 
-def the_same_on_all_ranks(logs: list[list[str]]) -> str:
-    assert all(log == logs[0] for log in logs)
-    return "\n".join(logs[0])
-
-
-def test_the_first_step_records_and_unshards_each_group_as_it_comes(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_steps, 1))
+@on_ranks(2)
+def test_the_first_step_records_and_unshards_each_group_as_it_comes() -> None:
+    log = log_of_a_step(shard_tower(built(Tower, seed=0)))
     forward = log[: log.index("backward")]
     assert_expected_inline(
         forward,
@@ -50,9 +42,12 @@ forward blocks.2
     )
 
 
-def test_from_the_second_step_on_the_next_group_is_unsharded_during_the_computation(world2: World) -> None:
+@on_ranks(2)
+def test_from_the_second_step_on_the_next_group_is_unsharded_during_the_computation() -> None:
+    model = shard_tower(built(Tower, seed=0))
+    backward(model)
     assert_expected_inline(
-        the_same_on_all_ranks(world2.run(events_of_steps, 2)),
+        log_of_a_step(model),
         """\
 unshard Tower
 unshard blocks.0
@@ -160,8 +155,7 @@ free Switching""",
 def test_a_recomputed_block_is_unsharded_once_in_backward(reentrant: bool) -> None:
     model = shard_tower(built(CheckpointedTower, "around", reentrant, depth=2, seed=0))
     backward(model)
-    events = events_of(model)
-    backward(model)
+    events = log_of_a_step(model).splitlines()
     after = events[events.index("backward CheckpointedTower") :]
     assert [event for event in after if event.startswith("unshard")] == ["unshard blocks.0"]
     reductions = [event for event in after if event.startswith("reduce ")]
@@ -182,8 +176,7 @@ def with_unused(module: nn.Module) -> None:
 
 def reductions_in(model: Any, step: int = 1) -> str:
     """Backwards and reductions of a step."""
-    events = events_of(model)
-    backward(model, step)
+    events = log_of_a_step(model, step).splitlines()
     return "\n".join(event for event in events if event.split()[0] in ("backward", "reduce"))
 
 

@@ -1,5 +1,6 @@
 """Large gradients are reduced as soon as they are there, in one order on all ranks, and the numbers stay right."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,17 +8,9 @@ import pytest
 import torch
 from comparing import assert_equal
 from failure_models import Chain
-from harness import World
-from models import random_batch, shard_tower
+from models import built, shard_tower
 from on_ranks import on_ranks
-from reference import (
-    Recipe,
-    assert_same_record,
-    assert_same_training,
-    mean_of_squares,
-    plain_run,
-    sharded_run,
-)
+from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,21 +115,46 @@ class Model(nn.Module):
         return self.head(x)
 
 
-IN_ANY_ORDER = [(2, "abcd"), (3, "dcba"), (2, "cadb"), (2, "abca"), (3, "ab"), (1, "cadb")]
+class Again(nn.Module):
+    """Uses one layer in two checkpointed parts, whose backwards are nested: its gradient comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        x = checkpoint(self.c, x, use_reentrant=True)
+        x = x + self.b(x).tanh()
+        return checkpoint(self.c, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize(("world", "order"), IN_ANY_ORDER, indirect=["world"])
-def test_training_equals_plain_training_in_any_order(world: World, order: str) -> None:
-    recipe = Recipe(partial(Model, order), random_batch, options={"comm_policy": IN_PARTS}, steps=2)
-    assert_same_training(world, recipe)
+def in_parts(side: Side, make: Callable[[], nn.Module] = Model, **options: Any) -> Any:
+    return side.shard_tower(built(make), comm_policy=IN_PARTS, **options)
 
 
-@on_ranks(4)
-def test_over_replicas_too() -> None:
-    recipe = Recipe(Model, random_batch, options={"comm_policy": IN_PARTS}, steps=2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    record = sharded_run(recipe.but(options={**recipe.options, "mesh": mesh}))
-    assert_same_record(record, plain_run(recipe))
+@same_as_plain()
+@pytest.mark.parametrize(
+    ("world", "make", "mesh"),
+    [
+        (2, Model, None),
+        (3, partial(Model, "dcba"), None),
+        (2, partial(Model, "cadb"), None),
+        (2, partial(Model, "abca"), None),
+        (3, partial(Model, "ab"), None),
+        (1, partial(Model, "cadb"), None),
+        (1, partial(Chain, Again, Again), None),
+        (3, partial(Chain, Again, Again), None),
+        (4, Model, (2, 2)),
+    ],
+    indirect=["world"],
+)
+def test_training_equals_plain_training_in_any_order(
+    side: Side, make: Callable[[], nn.Module], mesh: tuple[int, ...] | None
+) -> None:
+    options = {"mesh": init_device_mesh("cpu", mesh)} if mesh and side.is_sharded else {}
+    model = in_parts(side, make, **options)
+    side.steps(model, adamw(model), range(2))
 
 
 @pytest.mark.parametrize(
@@ -209,41 +227,13 @@ def test_as_many_parts_are_in_flight_whatever_the_dtypes_and_the_root(
     assert max(most) == 2
 
 
-# --- what comes again ---------------------------------------------------------------------------------
-
-
-class Again(nn.Module):
-    """Uses one layer in two checkpointed parts, whose backwards are nested: its gradient comes twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.a(x)
-        x = checkpoint(self.c, x, use_reentrant=True)
-        x = x + self.b(x).tanh()
-        return checkpoint(self.c, x, use_reentrant=True)
-
-
-@pytest.mark.parametrize("world", [1, 3], indirect=True)
-def test_what_was_sent_and_comes_again_in_a_nested_backward_adds_up(world: World) -> None:
-    recipe = Recipe(partial(Chain, Again, Again), random_batch, options={"comm_policy": IN_PARTS}, steps=2)
-    assert_same_training(world, recipe)
-
-
-def built(side: Side) -> Model:
-    torch.manual_seed(1234)
-    model = Model().double()
-    if side.is_sharded:
-        shard_tower(model, comm_policy=IN_PARTS)
-    return model
+# --- several backwards ----------------------------------------------------------------------------------
 
 
 @same_as_plain(2)
 @pytest.mark.parametrize("where", ["b", "d"])
 def test_synchronisation_may_be_switched_off_in_the_midst(side: Side, where: str) -> None:
-    model = built(side)
+    model = in_parts(side)
     if side.is_sharded:
         model(side.inputs(9)).sum().backward()
         model.zero_grad()
@@ -261,7 +251,7 @@ def test_synchronisation_may_be_switched_off_in_the_midst(side: Side, where: str
 
 @same_as_plain(2)
 def test_a_failed_backward_leaves_nothing_under_way(side: Side) -> None:
-    model = built(side)
+    model = in_parts(side)
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("not this one")

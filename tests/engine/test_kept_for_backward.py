@@ -36,7 +36,10 @@ class Path(nn.Module):
 
 
 def path(**options: Any) -> Any:
-    return shard_tower(built(Path, seed=0), **options)
+    model = built(Path, seed=0)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model)
 
 
 def step(model: nn.Module, *order: int) -> None:

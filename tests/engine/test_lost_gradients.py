@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from events import counts, events_of, observe
+from events import counts, events_of
 from failure_models import (
     Between,
     Branching,
@@ -102,19 +102,15 @@ def test_selective_checkpointing_changes_no_gradient(side: Side, everything: boo
 # --- accumulation, and clearing what has accumulated ----------------------------------------------
 
 
-def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
-    if how == "by_hand":
-        for param in model.parameters():
-            param.grad = None
-    elif how == "data_zeros":  # as older code does
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.data.zero_()
-    elif how == "foreach_zeros":
-        torch._foreach_zero_([param.grad for param in model.parameters()])
-    else:
-        owner = model if how.startswith("model") else optimizer
-        owner.zero_grad(set_to_none=how.endswith("none"))
+CLEARINGS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
+    "model_none": lambda model, _: model.zero_grad(),
+    "model_zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "optimizer_none": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer_zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by_hand": lambda model, _: [setattr(param, "grad", None) for param in model.parameters()],
+    "data_zeros": lambda model, _: [param.grad.data.zero_() for param in model.parameters()],
+    "foreach_zeros": lambda model, _: torch._foreach_zero_([param.grad for param in model.parameters()]),
+}
 
 
 @same_as_plain(2)
@@ -143,9 +139,9 @@ def test_clearing_gradients_clears_the_unsynchronised_ones(
     side.sync(model, True)
     if between:
         loss = mean_of_squares(model, side.inputs(2))
-        clear(model, optimizer, how)
+        CLEARINGS[how](model, optimizer)
     else:
-        clear(model, optimizer, how)
+        CLEARINGS[how](model, optimizer)
         loss = mean_of_squares(model, side.inputs(2))
     loss.backward()
     side.note_gradients(model)
@@ -174,23 +170,9 @@ def test_clearing_one_gradient_keeps_others_that_are_zero(side: Side) -> None:
 # --- what follows an evaluation -------------------------------------------------------------------
 
 
-def clear_all(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    model.zero_grad(set_to_none=False)
-    for param in model.parameters():
-        assert param.grad is not None
-        side.note("cleared", param.grad)
-
-
-def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, side: Side) -> None:
-    """As torch.distributed.checkpoint does: into the local tensors of the state dict."""
-    for value in model.state_dict().values():
-        local = value.to_local() if side.is_sharded else value
-        local.mul_(0.5)
-
-
 ACTIONS: dict[str, Callable[[Any, torch.optim.Optimizer, Side], Any]] = {
     "clip": lambda model, _, side: side.note("norm", clip_grad_norm_(model.parameters(), 0.01)),
-    "clear": clear_all,
+    "clear": lambda model, *_: model.zero_grad(set_to_none=False),
     "edit in place": torch.no_grad()(lambda model, *_: [p.mul_(0.5).add_(0.01) for p in model.parameters()]),
     "edit data": lambda model, *_: [param.data.mul_(0.5) for param in model.parameters()],
     "optimize": lambda _, optimizer, __: optimizer.step(),
@@ -199,7 +181,10 @@ ACTIONS: dict[str, Callable[[Any, torch.optim.Optimizer, Side], Any]] = {
     "load values": lambda model, *_: model.load_state_dict(
         {n: v * 0.5 for n, v in model.state_dict().items()}
     ),
-    "load checkpoint": load_checkpoint,
+    # As torch.distributed.checkpoint does: into the local tensors of the state dict.
+    "load checkpoint": lambda model, _, side: [
+        (value.to_local() if side.is_sharded else value).mul_(0.5) for value in model.state_dict().values()
+    ],
 }
 
 
@@ -379,11 +364,9 @@ def test_frozen_blocks_that_no_gradient_reaches_are_unsharded_once() -> None:
     model.blocks[:2].requires_grad_(False)
     model.blocks[2].set_reshard_after_forward(True)  # else it is kept for backward
     mean_of_squares(model, side.inputs(0)).backward()
-    events: list[str] = []
-    observe(model, lambda event, name: events.append(name) if event == "unshard" else None)
+    events = events_of(model)
     mean_of_squares(model, side.inputs(0)).backward()
-    found = {f"blocks.{index}": events.count(f"blocks.{index}") for index in range(3)}
-    assert found == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
+    assert counts(events, "unshard") == {"Tower": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 2}
 
 
 # --- backward through backward --------------------------------------------------------------------
@@ -440,19 +423,6 @@ def test_freezing_and_thawing_between_steps_is_followed(side: Side) -> None:
     side.step(model, optimizer, 4)
     model.requires_grad_(True)
     side.steps(model, optimizer, [5])
-
-
-@same_as_plain(2)
-def test_freezing_between_microbatches_keeps_what_was_accumulated(side: Side) -> None:
-    model = side.shard_tower(built(even_tower))
-    side.sync(model, False)
-    mean_of_squares(model, side.inputs(0)).backward()
-    model.blocks[0].requires_grad_(False)
-    model.blocks[1].up.requires_grad_(False)
-    side.sync(model, True)
-    mean_of_squares(model, side.inputs(1)).backward()
-    side.note_gradients(model)
-    side.assert_settled(model)
 
 
 @same_as_plain(2)

@@ -8,7 +8,6 @@ import torch
 from events import observe
 from on_ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CommPolicy, fully_shard
 from shardwise.observe import memory_snapshot
@@ -73,19 +72,6 @@ def test_two_groups_of_parameters_are_the_most_and_as_many_of_gradients_or_one(
     loss.backward()
     peaks["after"] = (unsharded_bytes(model) + memory_snapshot(model).full_gradient_bytes) / B
     assert peaks == {"forward": forward, "backward": backward, "gradients": gradients, "after": 0}
-
-
-@on_ranks(4)
-def test_sums_that_go_over_replicas_hold_no_full_gradients() -> None:
-    """Of two groups they are there: one that is reduced over the shards, and the one in backward."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = stack(mesh=mesh)
-    x = torch.randn(2, WIDTH)
-    model(x).sum().backward()
-    peaks = [0.0]
-    observe(model, lambda *_: peaks.append(memory_snapshot(model).full_gradient_bytes / B))
-    model(x).sum().backward()
-    assert max(peaks) == 2
 
 
 @pytest.mark.parametrize("after_a_step", [False, True])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from failure_models import Chain, block
-from models import WIDTH, built
+from models import WIDTH, built, even_tower
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
@@ -66,9 +66,12 @@ class Checkpointed(Chain):
 
 
 @same_as_plain(2)
-@pytest.mark.parametrize("reshard", [None, False])
-def test_a_backward_hook_may_evaluate_the_model_that_is_recomputed(side: Side, reshard: bool | None) -> None:
-    model = side.shard_tower(built(Checkpointed), reshard_after_forward=reshard)
+@pytest.mark.parametrize(
+    ("make", "reshard"), [(Checkpointed, None), (Checkpointed, False), (even_tower, None)]
+)
+def test_a_backward_hook_may_evaluate_the_model(side: Side, make: Any, reshard: bool | None) -> None:
+    """Also one that is recomputed."""
+    model = side.shard_tower(built(make), reshard_after_forward=reshard)
     seen: list[Tensor] = []
 
     def evaluate(*_: Any) -> None:

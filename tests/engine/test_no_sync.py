@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_all_same, assert_equal
-from events import events_of
+from events import counts, events_of
 from failure_models import Failure
 from harness import World
 from meshed import assert_refused_in_a_pass, gradients_of, parameters_of
@@ -19,7 +19,7 @@ from models import built, even_tower, random_batch, uneven_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
-from strategies import HYBRID, Plan, Wire, part, plainly
+from strategies import Plan, Wire, part, plainly
 from torch import Tensor, nn
 
 import shardwise
@@ -171,7 +171,27 @@ def test_no_gradient_travels_inside(plan: Plan) -> None:
     assert sent["outside"] > 0
 
 
-def unshards(plan: Plan, pattern: str) -> list[list[str]]:
+# How many of the four groups each microbatch unshards and reduces, and whether a block is kept afterwards.
+OUTLIVES_FORWARD = [(4, 0, True), (0, 0, True), (0, 4, False), (4, 4, False)]
+
+
+@pytest.mark.parametrize(
+    ("world", "plan", "pattern", "expected"),
+    [
+        # As FSDP1's SHARD_GRAD_OP: unsharded once for all microbatches of a step, and reduced once.
+        (4, Plan("zero2", 4), "QQSS", OUTLIVES_FORWARD),
+        (4, Plan("hybrid_zero2", 4, 2), "QQSS", OUTLIVES_FORWARD),
+        # The root and the last block once, the others in forward and in backward, inside as ever.
+        (2, Plan("zero3", 2), "QQS", [(6, 0, False), (6, 0, False), (6, 4, False)]),
+        (2, Plan("zero1", 2), "QSQS", [(4, 0, True), (0, 4, True), (0, 0, True), (0, 4, True)]),
+    ],
+    indirect=["world"],
+    ids=str,
+)
+@on_ranks()
+def test_parameters_that_outlive_forward_outlive_backward_inside(
+    plan: Plan, pattern: str, expected: list[tuple[int, int, bool]]
+) -> None:
     model = plan.shard(built(even_tower))
     mean_of_squares(model, part(plan, 0, 8)).backward()
     with torch.no_grad():
@@ -183,46 +203,10 @@ def unshards(plan: Plan, pattern: str) -> list[list[str]]:
         events.clear()
         with quiet(model, True, what == "Q"):
             mean_of_squares(model, part(plan, microbatch, 8)).backward()
-        found.append([event for event in events if event.startswith(("unshard", "reduce "))])
-        if what == "Q":
-            assert not any(event.startswith("reduce") for event in events), events
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "hybrid_zero2"])
-def test_parameters_that_outlive_forward_outlive_backward_inside(world4: World, strategy: str) -> None:
-    """As FSDP1's SHARD_GRAD_OP: unsharded once for all microbatches of a step, and reduced once."""
-    plan = Plan(strategy, 4, 2 if strategy in HYBRID else 1)
-    for first, second, third, after in world4.run(unshards, plan, "QQSS"):
-        assert len(first) == 4  # the root and three blocks
-        assert all(event.startswith("unshard") for event in first)
-        assert second == []
-        assert len(third) == 4
-        assert all(event.startswith("reduce") for event in third)
-        assert len([event for event in after if event.startswith("unshard")]) == 4  # it was freed
-
-
-def test_zero3_frees_and_unshards_inside_as_ever(world2: World) -> None:
-    for first, second, _ in world2.run(unshards, Plan("zero3", 2), "QQS"):
-        # The root and the last block once, the others in forward and in backward.
-        assert len(first) == len(second) == 6
-
-
-def test_zero1_unshards_once_a_step_inside_and_outside(world2: World) -> None:
-    for first, *others in world2.run(unshards, Plan("zero1", 2), "QSQS"):
-        assert len(first) == 4
-        assert not any(event.startswith("unshard") for each in others for event in each)
-
-
-@on_ranks(2)
-def test_what_was_kept_inside_is_freed_by_the_backward_after() -> None:
-    for strategy, kept in {"zero2": [True, False], "zero3": [False, False], "zero1": [True, True]}.items():
-        plan = Plan(strategy, 2)
-        model = plan.shard(built(even_tower))
-        for is_quiet, is_kept in zip((True, False), kept, strict=True):
-            with quiet(model, True, is_quiet):
-                mean_of_squares(model, part(plan, 0, 8)).backward()
-            assert (memory_snapshot(model.blocks[0]).groups[0].state == "unsharded") == is_kept, strategy
+        num_unshards, num_reductions = (sum(counts(events, each).values()) for each in ("unshard", "reduce"))
+        is_kept = memory_snapshot(model.blocks[0]).groups[0].state == "unsharded"
+        found.append((num_unshards, num_reductions, is_kept))
+    assert found == expected
 
 
 # --- settings -------------------------------------------------------------------------------------

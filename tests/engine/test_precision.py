@@ -77,7 +77,6 @@ class Program:
     batch: Callable[[int, int], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
     dtype: torch.dtype = F32  # of the parameters
-    inputs: torch.dtype | None = F32
     microbatches: int = 1
     steps: int = 2
 
@@ -86,7 +85,7 @@ class Program:
         return self.build().to(self.dtype)
 
     def part(self, index: int, rank: int, world: int) -> Tensor:
-        return cast(part(self.batch(index, 12), rank, world), self.inputs)
+        return cast(part(self.batch(index, 12), rank, world), F32)
 
 
 def float_loss(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -15,14 +15,12 @@ import torch
 from events import events_of
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Twice, block
-from harness import World
 from meshed import refusal
 from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from refusals import assert_says
-from scenario import Side, assert_same, same_as_plain
-from test_events import the_same_on_all_ranks
+from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.checkpoint import checkpoint
@@ -70,17 +68,11 @@ class Spaced(Tower):
         return x
 
 
-def spaced(choices: Choices, **options: Any) -> nn.Module:
-    model = built(Spaced, seed=0)
-    policy = CommPolicy(**choices)
-    return shard_tower(model, comm_policy=policy, **options)
-
-
 def events_of_a_step(
     choices: Choices, prepare: Callable[[Any], None] | None = None, **options: Any
 ) -> list[str]:
     """Of the second step, without the ends of reductions, which the choices do not concern."""
-    model = spaced(choices, **options)
+    model = shard_tower(built(Spaced, seed=0), comm_policy=CommPolicy(**choices), **options)
     if prepare is not None:
         prepare(model)
     backward(model)
@@ -89,14 +81,15 @@ def events_of_a_step(
     return [event for event in model.events if not event.startswith("reduced")]
 
 
-def backward_of(log: str) -> str:
-    return log[log.index("backward Spaced") :]
+def backward_of_a_step(choices: Choices) -> str:
+    events = events_of_a_step(choices)
+    return "\n".join(events[events.index("backward Spaced") :])
 
 
-def test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": "after"}))
+@on_ranks(2)
+def test_after_the_next_group_is_unsharded_once_a_group_is_done_and_freed() -> None:
     assert_expected_inline(
-        backward_of(log),
+        backward_of_a_step({"backward_prefetch": "after"}),
         """\
 backward Spaced
 backward blocks.2
@@ -118,10 +111,10 @@ free Spaced""",
     )
 
 
-def test_without_backward_prefetch_a_group_is_unsharded_when_its_backward_begins(world2: World) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": None}))
+@on_ranks(2)
+def test_without_backward_prefetch_a_group_is_unsharded_when_its_backward_begins() -> None:
     assert_expected_inline(
-        backward_of(log),
+        backward_of_a_step({"backward_prefetch": None}),
         """\
 backward Spaced
 backward blocks.2
@@ -144,24 +137,21 @@ free blocks.0""",
 
 
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
-def test_forward_prefetches_whatever_backward_does(world2: World, backward_prefetch: str | None) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"backward_prefetch": backward_prefetch}))
-    assert log.startswith(
-        "unshard Spaced\nunshard blocks.0\nforward Spaced\nunshard blocks.1\nforward blocks.0\n"
-    )
+@on_ranks(2)
+def test_forward_prefetches_whatever_backward_does(backward_prefetch: str | None) -> None:
+    events = events_of_a_step({"backward_prefetch": backward_prefetch})
+    assert events[:3] == ["unshard Spaced", "unshard blocks.0", "forward Spaced"]
+    assert events[3:5] == ["unshard blocks.1", "forward blocks.0"]
 
 
-def test_a_depth_of_none_unshards_nothing_ahead_in_either_direction(world2: World) -> None:
-    logs = [
-        the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0, "backward_prefetch": choice}))
-        for choice in ("before", "after", None)
-    ]
-    for log in logs:
-        lines = log.splitlines()
-        for line, following in pairwise(lines):
-            if line.startswith("unshard "):
-                name = line.removeprefix("unshard ")
-                assert following in (f"forward {name}", f"backward {name}")
+@pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
+@on_ranks(2)
+def test_a_depth_of_none_unshards_nothing_ahead_in_either_direction(backward_prefetch: str | None) -> None:
+    events = events_of_a_step({"prefetch": 0, "backward_prefetch": backward_prefetch})
+    for event, following in pairwise(events):
+        if event.startswith("unshard "):
+            name = event.removeprefix("unshard ")
+            assert following in (f"forward {name}", f"backward {name}")
 
 
 def unsharded_at_once(log: list[str], phase: str) -> int:
@@ -190,10 +180,11 @@ def unsharded_at_once(log: list[str], phase: str) -> int:
         ({"prefetch": 3, "backward_prefetch": None, "max_prefetched": 2}, 3, 1),
     ],
 )
+@on_ranks(2)
 def test_as_many_blocks_are_unsharded_at_once_as_was_said(
-    world2: World, choices: Choices, forward: int, backward: int
+    choices: Choices, forward: int, backward: int
 ) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, choices)).splitlines()
+    log = events_of_a_step(choices)
     assert (unsharded_at_once(log, "forward"), unsharded_at_once(log, "backward")) == (forward, backward)
 
 
@@ -232,17 +223,18 @@ def choose_backward(model: Any) -> None:
         ("backward", choose_backward, ["blocks.2", "blocks.1", "blocks.0"]),
     ],
 )
+@on_ranks(2)
 def test_a_list_is_unsharded_ahead_in_place_of_the_recorded_order(
-    world2: World, direction: str, choose: Any, ahead: list[str]
+    direction: str, choose: Any, ahead: list[str]
 ) -> None:
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, {"prefetch": 0}, choose)).splitlines()
+    log = events_of_a_step({"prefetch": 0}, choose)
     at = log.index(f"{direction} {ahead[0]}")
     assert log[at - 3 : at] == [f"unshard {name}" for name in ahead]
 
 
-def test_a_list_is_unsharded_as_far_as_the_limit_goes(world2: World) -> None:
-    choices = {"prefetch": 0, "max_prefetched": 1}
-    log = the_same_on_all_ranks(world2.run(events_of_a_step, choices, choose_forward)).splitlines()
+@on_ranks(2)
+def test_a_list_is_unsharded_as_far_as_the_limit_goes() -> None:
+    log = events_of_a_step({"prefetch": 0, "max_prefetched": 1}, choose_forward)
     at = log.index("forward blocks.0")
     assert log[at - 2 : at] == ["unshard blocks.0", "unshard blocks.1"]
     assert log.index("unshard blocks.2") > at
@@ -258,8 +250,9 @@ def train(side: Side, make: Any, choices: Choices) -> None:
 
 
 @pytest.mark.parametrize("choices", POLICIES, ids=str)
-def test_every_policy_trains_as_the_plain_model(world2: World, choices: Choices) -> None:
-    assert_same(world2, train, uneven_tower, choices)
+@same_as_plain(2)
+def test_every_policy_trains_as_the_plain_model(side: Side, choices: Choices) -> None:
+    train(side, uneven_tower, choices)
 
 
 @same_as_plain(2)
@@ -348,9 +341,10 @@ detached = partial(Chain, Detached, Detached, Detached)
         (detached, FAR_AHEAD),
     ],
 )
-def test_weights_are_there_as_long_as_backward_needs_them(world2: World, make: Any, choices: Choices) -> None:
+@same_as_plain(2)
+def test_weights_are_there_as_long_as_backward_needs_them(side: Side, make: Any, choices: Choices) -> None:
     """Also after the gradients of their group are complete."""
-    assert_same(world2, train, make, choices)
+    train(side, make, choices)
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from expecttest import assert_expected_inline
 
 from shardwise.engine.reduction_queue import ReductionQueue
@@ -104,14 +103,6 @@ def test_one_that_is_reduced_anew_in_a_nested_backward_is_not_released() -> None
     assert "group 0: unsharded gradients are freed" in log
     assert "group 0: sums on the device are freed" not in log
     assert "group 1: sums on the device are freed" in log
-
-
-@pytest.mark.parametrize("to_host", [False, True])
-def test_all_are_finished_in_the_end(to_host: bool) -> None:
-    found = order_of(4, replicates=True, to_host=to_host).splitlines()
-    assert [line for line in found if line.endswith("finished")] == [
-        f"group {n} is finished" for n in range(4)
-    ]
 
 
 class Parts:
