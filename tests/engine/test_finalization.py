@@ -19,6 +19,7 @@ from reference import adamw, mean_of_squares
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from towers import assert_close, gradients
 
 from shardwise import fully_shard
 
@@ -113,10 +114,7 @@ def test_ranks_that_use_different_modules_reduce_once(syncs: bool) -> None:
         model(rank_batch(number, dist.get_rank()), uses_second).pow(2).sum().backward()
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    gradients = {name: param.grad for name, param in model.named_parameters()}
-    found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=0, atol=1e-10)
+    assert_close(gradients(model), gradients(plain))
 
 
 # --- when -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Exceptions are raised on all ranks at the same point and caught there, as a trai
 bad batch.
 """
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,9 +16,10 @@ from meshed import refusal
 from models import built, even_tower, random_batch
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
-from scenario import Side, same_as_plain
+from scenario import BATCH_SIZE, Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
 
@@ -457,4 +459,104 @@ def test_ranks_of_which_one_has_failed_go_on_together(
             with expected:
                 mean_of_squares(model, inputs).backward()
         side.step(model, optimizer, step)
+    side.note_parameters(model)
+
+
+# --- hooks that are registered after fully_shard --------------------------------------------------
+
+
+def uses_weights(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Replaces the output of a block by one that depends on its weights once more."""
+    assert not isinstance(module.up.weight, DTensor)
+    return output * module.up.weight.mean() + module.down.bias
+
+
+@same_as_plain(2)
+@pytest.mark.parametrize(("copies", "reshard"), [(False, None), (True, True)])
+def test_forward_hooks_registered_later_see_full_parameters(
+    side: Side, copies: bool, reshard: bool | None
+) -> None:
+    model = built(even_tower)
+    model.blocks[0].register_forward_hook(uses_weights)
+    side.shard_tower(model, reshard_after_forward=reshard)
+    if copies and side.is_sharded:
+        model = copy.deepcopy(model)
+    removed = model.blocks[0].register_forward_hook(lambda *_: pytest.fail("it was removed"))
+    model.blocks[0].register_forward_hook(uses_weights)
+    model.blocks[1].register_forward_pre_hook(lambda module, args: uses_weights(module, args, *args))
+    removed.remove()
+    optimizer = adamw(model)
+    side.steps(model, optimizer, range(2))
+    model.blocks[2].register_forward_hook(uses_weights)
+    with torch.no_grad():
+        side.note_rows("evaluated", model(side.inputs(5)))
+    side.steps(model, optimizer, range(2, 4))
+
+
+def loss_with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    penalty = sum(p.pow(2).sum() for p in model.parameters())
+    if isinstance(penalty, DTensor):
+        penalty = penalty.full_tensor()
+    return mean_of_squares(model, inputs) + 0.1 * penalty
+
+
+@same_as_plain(2)
+def test_a_hook_after_accumulation_sees_the_complete_gradient_last(side: Side) -> None:
+    """Plainly autograd adds up both gradients first, and the hook runs once."""
+    model = side.shard_tower(built(even_tower))
+    weight = model.blocks[1].up.weight
+    seen: list[Any] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.detach().clone()))
+    side.steps(model, adamw(model), range(2), loss_with_penalty)
+    assert len(seen) == (4 if side.is_sharded else 2)
+    for complete in seen[1::2] if side.is_sharded else seen:
+        side.note("complete", complete)
+
+
+# --- the loss in chunks ---------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.block(x)))  # the caller runs the head
+
+
+@same_as_plain()
+@pytest.mark.parametrize(
+    ("world", "chunks", "reshard", "keeps_graph"),
+    [(2, 2, True, False), (2, 2, None, True), (3, 2, False, False), (1, 1, None, False)],
+    indirect=["world"],
+)
+def test_a_head_run_in_chunks_trains_as_a_whole_one(
+    side: Side, chunks: int, reshard: bool | None, keeps_graph: bool
+) -> None:
+    """All of its logits, the largest tensor of a language model, are never there at once."""
+    model = built(Model, seed=0)
+    side.shard(model.block, [model.norm, model.head], model, reshard_after_forward=reshard)
+    optimizer = adamw(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        hidden = model(side.part(random_batch(step, BATCH_SIZE, 8)))
+        total: Any = 0.0
+        if keeps_graph:  # one backward through all chunks
+            loss = sum(model.head(rows).pow(2).sum() for rows in hidden.chunk(chunks)) / len(hidden)
+            loss.backward()
+            total = loss.detach()
+        else:  # one a chunk, and the rest of the model at the end
+            leaf = hidden.detach().requires_grad_()
+            for rows in leaf.chunk(chunks):
+                loss = model.head(rows).pow(2).sum() / len(hidden)
+                loss.backward()
+                total = total + loss.detach()
+            hidden.backward(leaf.grad)
+        side.note_mean(f"loss {step}", total)
+        side.note_gradients(model)
+        optimizer.step()
+        side.assert_settled(model)
     side.note_parameters(model)
