@@ -13,11 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from comparing import alike
 from events import counts, events_of
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Twice, block
-from harness import World
 from meshed import refusal
 from models import WIDTH, Block, Tower, built, even_tower, shard_tower, uneven_tower
 from on_ranks import on_ranks
@@ -157,20 +155,17 @@ def test_a_depth_of_none_unshards_nothing_ahead_in_either_direction(backward_pre
             assert following in (f"forward {name}", f"backward {name}")
 
 
-def unsharded_at_once(log: list[str], phase: str) -> int:
-    begin = log.index("backward Spaced") if phase == "backward" else 0
-    end = len(log) if phase == "backward" else log.index("backward Spaced")
-    present: set[str] = set()
-    most = 0
-    for index, line in enumerate(log):
-        event, name = line.split(" ", 1)
-        if event == "unshard":
-            present.add(name)
+def unsharded_at_once(events: list[str]) -> list[int]:
+    """After each event, how many groups but the root's."""
+    held: set[str] = set()
+    found = []
+    for event, name in (each.split(" ", 1) for each in events):
+        if event == "unshard" and name != "Spaced":
+            held.add(name)
         elif event == "free":
-            present.discard(name)
-        if begin <= index < end:
-            most = max(most, len({n for n in present if n.startswith("blocks")}))
-    return most
+            held.discard(name)
+        found.append(len(held))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -187,8 +182,9 @@ def unsharded_at_once(log: list[str], phase: str) -> int:
 def test_as_many_blocks_are_unsharded_at_once_as_was_said(
     choices: Choices, forward: int, backward: int
 ) -> None:
-    log = events_of_a_step(choices)
-    assert (unsharded_at_once(log, "forward"), unsharded_at_once(log, "backward")) == (forward, backward)
+    events = events_of_a_step(choices)
+    at_once, at = unsharded_at_once(events), events.index("backward Spaced")
+    assert (max(at_once[:at]), max(at_once[at:])) == (forward, backward)
 
 
 @pytest.mark.parametrize("backward_prefetch", ["before", "after", None])
@@ -241,7 +237,7 @@ def test_a_list_is_unsharded_as_far_as_the_limit_goes() -> None:
     at = log.index("forward blocks.0")
     assert log[at - 2 : at] == ["unshard blocks.0", "unshard blocks.1"]
     assert log.index("unshard blocks.2") > at
-    assert unsharded_at_once(log, "forward") == 2
+    assert max(unsharded_at_once(log)[: log.index("backward Spaced")]) == 2
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -521,9 +517,10 @@ def events_of_a_forward(order: str, prefetch: int) -> list[str]:
     return [event.replace("layers.", "") for event in events if "layers" in event]
 
 
-def test_the_next_layer_is_unsharded_ahead_behind_those_that_are_left_out(world2: World) -> None:
+@on_ranks(2)
+def test_the_next_layer_is_unsharded_ahead_behind_those_that_are_left_out() -> None:
     assert_expected_inline(
-        "\n".join(alike(world2.run(events_of_a_forward, "0345", 1))),
+        "\n".join(events_of_a_forward("0345", 1)),
         """\
 unshard 0
 unshard 1
@@ -545,31 +542,23 @@ free 5""",
 @pytest.mark.parametrize(
     ("order", "late"), [("012345", 1), ("0345", 2), ("02345", 2), ("0135", 3), ("543210", 5)]
 )
-def test_only_a_layer_behind_a_gap_is_unsharded_late(world2: World, order: str, late: int) -> None:
-    events = world2.run(events_of_a_forward, order, 1)[0]
+@on_ranks(2)
+def test_only_a_layer_behind_a_gap_is_unsharded_late(order: str, late: int) -> None:
+    events = events_of_a_forward(order, 1)
     starts = [events.index(f"forward {name}") for name in order]
     rows = zip(order, [0, *starts], starts, strict=False)
     assert sum(f"unshard {name}" in events[before:start] for name, before, start in rows) == late
 
 
-def test_behind_a_step_back_nothing_is_unsharded_ahead(world2: World) -> None:
+@on_ranks(2)
+def test_behind_a_step_back_nothing_is_unsharded_ahead() -> None:
     """Nor a second time, where it would be for nobody; the layer in front is, as it was thought to be left out."""
-    events = world2.run(events_of_a_forward, "102345", 1)[0]
+    events = events_of_a_forward("102345", 1)
     assert counts(events, "unshard") == {"0": 2, "1": 1, "2": 1, "3": 1, "4": 1, "5": 1}
 
 
-def most_unsharded(order: str, prefetch: int) -> int:
-    held, most = set(), 0
-    for event, name in map(str.split, events_of_a_forward(order, prefetch)):
-        if event == "unshard":
-            held.add(name)
-        elif event == "free":
-            held.discard(name)
-        most = max(most, len(held))
-    return most
-
-
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_no_more_are_in_memory_than_were_asked_for(world2: World, prefetch: int) -> None:
+@on_ranks(2)
+def test_no_more_are_in_memory_than_were_asked_for(prefetch: int) -> None:
     for order in ("0345", "025", "05", "135"):
-        assert max(world2.run(most_unsharded, order, prefetch)) <= prefetch + 1
+        assert max(unsharded_at_once(events_of_a_forward(order, prefetch))) <= prefetch + 1
