@@ -11,7 +11,7 @@ from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard, inference, unsharded
+from shardwise import fully_shard, inference
 
 
 class EncoderDecoder(nn.Module):
@@ -59,18 +59,6 @@ def test_a_method_that_begins_with_a_part_of_the_model_finds_full_parameters(sid
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert type(model.shared.weight) is nn.Parameter
     side.assert_settled(model)
-
-
-@on_ranks(2)
-def test_a_forward_inside_unsharded_is_told_of_inference() -> None:
-    model = fully_shard(nn.Linear(4, 4))
-    with unsharded(model), pytest.raises(RuntimeError) as caught:
-        model(torch.ones(1, 4))
-    first = str(caught.value)
-    assert_expected_inline(
-        first,
-        """Linear: unsharding for a forward, a backward or unshard() is not possible inside unsharded(), which has put full parameters in place of the shards that its group works with. Leave the context first. To run forwards with parameters that stay unsharded, as generation does, use inference().""",
-    )
 
 
 # --- max_norm -------------------------------------------------------------------------------------

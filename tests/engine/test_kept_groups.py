@@ -288,15 +288,15 @@ GROUPS = 4
 
 def tower(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[int]]:
     """Of which pairs of ranks keep parts; and a counter of all-gathers by the number of ranks."""
-    counts: Counter[int] = Counter()
+    gathers: Counter[int] = Counter()
     start = AllGather.start
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts[self._world] += 1
+        gathers[self._world] += 1
         return start(self, *args, **kwargs)
 
     monkeypatch.setattr(AllGather, "start", counting)
-    return Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2), counts
+    return Side(is_sharded=True).shard_tower(built(even_tower), reshard_after_forward=2), gathers
 
 
 def microbatch(model: Any, number: int, is_last: bool) -> None:
@@ -307,14 +307,14 @@ def microbatch(model: Any, number: int, is_last: bool) -> None:
 @on_ranks(4)
 def test_a_step_gathers_over_all_ranks_once() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        model, counts = tower(monkeypatch)
+        model, gathers = tower(monkeypatch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
         for step in range(3):
-            counts.clear()
+            gathers.clear()
             for number in range(3):
                 microbatch(model, 3 * step + number, is_last=number == 2)
             # In each forward and backward, but for the first forward over all.
-            assert counts == {4: GROUPS, 2: 5 * GROUPS}
+            assert gathers == {4: GROUPS, 2: 5 * GROUPS}
             groups = [module_state.group for module_state in sharded_module_states(model)]
             assert {group.unsharded.state for group in groups} == {SHARDED}
             optimizer.step()
@@ -324,7 +324,7 @@ def test_a_step_gathers_over_all_ranks_once() -> None:
 @on_ranks(4)
 def test_evaluation_ends_it_and_reading_weights_does_not() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        model, counts = tower(monkeypatch)
+        model, gathers = tower(monkeypatch)
         again, kept = {4: GROUPS, 2: GROUPS}, {2: 2 * GROUPS}
         acts: list[tuple[Callable[[], Any], dict[int, int]]] = [
             (lambda: torch.no_grad()(model)(random_batch(0, 4)), again),
@@ -333,9 +333,9 @@ def test_evaluation_ends_it_and_reading_weights_does_not() -> None:
         for act, expected in acts:
             microbatch(model, 0, is_last=False)
             act()
-            counts.clear()
+            gathers.clear()
             microbatch(model, 1, is_last=False)
-            assert counts == expected
+            assert gathers == expected
             model.zero_grad()
             microbatch(model, 2, is_last=True)
 

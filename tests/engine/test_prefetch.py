@@ -1,7 +1,7 @@
-"""When groups are unsharded ahead (before a group's backward, after it or not), how many, and for what memory.
+"""When groups are unsharded ahead (before a group's backward, after it or not), and how many.
 
 Whatever is chosen, training equals plain training in float64 to 1e-10. The order of events is what a person
-would check, so it is written out; the bounds on memory are counted in full parameters of a block.
+would check, so it is written out. What memory it takes is tested in `test_memory.py`.
 """
 
 from collections.abc import Callable
