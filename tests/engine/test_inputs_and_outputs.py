@@ -11,10 +11,11 @@ import torch
 from events import counts, events_of
 from expecttest import assert_expected_inline
 from failure_models import Chain, Recurrent, block
-from meshed import outcome
+from meshed import refusal
 from models import WIDTH, Block, built, even_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
+from refusals import assert_says
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -464,13 +465,13 @@ class StoresWeight(nn.Module):
 
 
 @on_ranks(2)
-def test_a_parameter_left_on_an_attribute_does_not_kill_the_process() -> None:
+def test_a_parameter_left_on_an_attribute_is_refused() -> None:
     side = Side(is_sharded=True)
-    expected = built(Chain, StoresWeight, block).blocks[0].linear.weight.pow(2).sum()
     model = side.shard_tower(built(Chain, StoresWeight, block))
-    model(side.inputs(0))
-    told = outcome(lambda: torch.testing.assert_close(model.blocks[0].kept.pow(2).sum(), expected))
-    assert told == "accepted" or "blocks.0.linear.weight" in told
+    told = refusal(model, side.inputs(0))
+    assert_says(
+        told, "blocks.0.kept: forward assigned the unsharded parameter blocks.0.linear.weight", ".clone()"
+    )
 
 
 # --- several outputs ------------------------------------------------------------------------------

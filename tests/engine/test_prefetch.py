@@ -284,6 +284,10 @@ def test_recomputed_blocks_train(side: Side, where: str, reentrant: bool, choice
     policy = CommPolicy(**choices)
     side.shard(*model.to_shard(), model, comm_policy=policy)
     side.steps(model, adamw(model), range(2), loss_of=loss_of_running)
+    for microbatch in range(2):
+        side.sync(model, microbatch == 1)
+        loss_of_running(model, side.inputs(8 + microbatch)).backward()
+    side.note_gradients(model)
 
 
 class Detached(nn.Module):
