@@ -532,6 +532,19 @@ def test_without_with_grads_gradients_are_left_alone() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("with_grads", [False, True])
+@on_ranks(2)
+def test_a_backward_through_full_parameters_after_the_end_is_refused(with_grads: bool) -> None:
+    model = ZERO3.shard(built(even_tower))
+    with shardwise.unsharded(model, with_grads=with_grads):
+        penalty = model.inlet.bias.pow(2).sum()
+    assert_expected_inline(
+        refusal(penalty.backward),
+        """RuntimeError: inlet.bias: a gradient of its full parameter arrived after the end of unsharded(), and would be lost. Run this backward inside, with unsharded(model, with_grads=True).""",
+    )
+    assert all(param.grad is None for param in model.parameters())
+
+
 @same_as_plain(2)
 def test_gradients_that_wait_unsynchronised_are_refused_by_name(side: Side) -> dict[str, Any]:
     model = side.shard_tower(built(uneven_tower))

@@ -10,6 +10,8 @@ stored dtype and memory of their own, and are registered in the modules, so that
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,7 +114,7 @@ class _SummonedParam:
         elif new.grad is not None:
             problems.append(
                 f"{self.param.fqn}: .grad of its full parameter was set, and is lost. Pass with_grads=True "
-                "to keep it, or run backward outside."
+                "to keep it."
             )
         return problems
 
@@ -251,9 +253,19 @@ class SummonedGroup:
         return problems
 
     def release(self) -> None:
-        """Have the full parameters refuse to be trained."""
+        """Have the full parameters refuse to be trained, or differentiated by a backward that is to come."""
         for summoned in self.summoned:
+            if summoned.full.requires_grad:
+                late = partial(_refuse_late_gradient, summoned.param.fqn)
+                summoned.full.register_post_accumulate_grad_hook(late)
             mark_replaced(summoned.full, summoned.param.fqn)
+
+
+def _refuse_late_gradient(fqn: str, full: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"{fqn}: a gradient of its full parameter arrived after the end of unsharded(), and would be lost. "
+        "Run this backward inside, with unsharded(model, with_grads=True)."
+    )
 
 
 @torch.no_grad()
