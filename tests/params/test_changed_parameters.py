@@ -243,6 +243,27 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_data_assigned_to_a_shard_is_refused_once(steps_before: int, reshards: bool) -> None:
+    """A DTensor keeps its old values, and torch says nothing."""
+    model = fully_shard(built(nn.Linear, 4, 3))
+    model.set_reshard_after_backward(reshards)
+    x = random_batch(0, 2, 4)
+    for _ in range(steps_before):
+        model(x).sum().backward()
+    before = full(model.weight).clone()
+    model.bias.data = model.bias.data
+    model(x)
+    model.weight.data = model.weight.data * 2
+    assert_expected_inline(
+        refusal(model, x),
+        """RuntimeError: weight: .data was assigned, which has no effect on a DTensor: torch keeps its old values. Change them in place, under torch.no_grad(): param.copy_(values), say; or assign a new parameter.""",
+    )
+    assert torch.equal(model(x), nn.functional.linear(x, before, full(model.bias)))
+
+
+@on_ranks(2)
 def test_what_cannot_be_used_in_place_of_a_parameter_is_refused_with_names() -> None:
     told = []
     for change in CHANGES.values():

@@ -225,6 +225,7 @@ class ParameterGroup:
         """
         if self.shards.are_untouched(self.unsharded.full_params):
             return False
+        self.shards.refuse_assigned_data()
         self.adopt_replaced()
         if self.shards.are_elsewhere():
             self._move_in()

@@ -60,6 +60,9 @@ class Shards:
         self._standing = [param.sharded for _, param in places]
         self._sharded = [param.sharded for param in params]
         self._locals = [param.local for param in params]
+        for param in params:
+            param.storage = tensor_impl.storage_address(param.sharded)
+        self._storages = [param.storage for param in params]
         self._original_post_hooks = [param.original_post_hooks for param in params]
         self._trained = [param.sharded.requires_grad for param in params]
         self._version_bases = [param.version_base for param in params]
@@ -75,8 +78,23 @@ class Shards:
             return (
                 all(map(is_, standing, self._standing))
                 and all(map(is_, map(dtensor.local_tensor, self._sharded), self._locals))
+                and list(map(tensor_impl.storage_address, self._sharded)) == self._storages
                 and list(map(_wants_gradient, self._sharded)) == self._trained
                 and (not unsharded or list(map(_wants_gradient, unsharded)) == self._trained)
+            )
+
+    def refuse_assigned_data(self) -> None:
+        """Refuse ``param.data = values``, once: it has no effect, since a DTensor takes nothing of it."""
+        names = []
+        for param in self.params:
+            before, param.storage = param.storage, tensor_impl.storage_address(param.sharded)
+            if before not in (None, param.storage) and dtensor.local_tensor(param.sharded) is param.local:
+                names.append(param.fqn)
+        if names:
+            raise RuntimeError(
+                f"{listed(names)}: .data was assigned, which has no effect on a DTensor: torch keeps its old "
+                "values. Change them in place, under torch.no_grad(): param.copy_(values), say; or assign a "
+                "new parameter."
             )
 
     def are_as_trainable(self) -> bool:

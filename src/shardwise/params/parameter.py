@@ -92,6 +92,7 @@ class Param:
         self.unsharded: nn.Parameter | None = None
         self.shape = tuple(self.content().shape)
         self.local: Tensor = self.content()
+        self.storage: int | None = None  # of the sharded parameter, which an assignment to .data replaces
         self._precision_for = precision_for
         self.precision = precision_for(original.dtype)
         if original.is_complex():
@@ -170,7 +171,7 @@ class Param:
         """
         twin = copy.copy(self)
         twin.sites, twin.sharded, twin.local = sites, sharded, dtensor.local_tensor(sharded)
-        twin.unsharded = None
+        twin.unsharded = twin.storage = None
         twin._original_hooks = twin.original_post_hooks = None
         twin._deferred = twin._reduced = None
         twin._set_gradient_dtype(sharded)
@@ -190,6 +191,7 @@ class Param:
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = sharded
         self.sharded, self.local = sharded, dtensor.local_tensor(sharded)
+        self.storage = tensor_impl.storage_address(sharded)
         self._mark()
         if (original := self.original()) is not None and type(original) is nn.Parameter:
             original.__class__ = ReplacedParameter
@@ -271,7 +273,7 @@ class Param:
         self.version_base = self.version() + 1
         for site in self.sites:
             nn_modules.parameters(site.module)[site.name] = new
-        self.sharded = new
+        self.sharded, self.storage = new, tensor_impl.storage_address(new)
         self.restore_metadata()
 
     def is_full_value(self, value: Any) -> bool:
