@@ -12,7 +12,7 @@ from harness import World
 from meshed import device_mesh, refusal
 from models import Tower, built, random_batch, shard_tower
 from on_ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from towers import backward
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
@@ -189,9 +189,22 @@ def set_divisor(model: Any) -> None:
         model.set_gradient_divide_factor(3.0)
 
 
-@pytest.mark.sample(3)
+def leave_out_bias(layer: Any) -> None:
+    """From now on its forward does not use it, so that it gets no gradient."""
+    if isinstance(layer, nn.LayerNorm):
+        layer.forward = lambda x: nn.functional.layer_norm(x, layer.normalized_shape, layer.weight)
+    else:
+        layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+
+
+def train_without_bias(model: Any) -> None:
+    if is_other():
+        leave_out_bias(model.blocks[1].down)
+    backward(model)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor])
+@pytest.mark.parametrize("change", [freeze, freeze_elsewhere, set_divisor, train_without_bias])
 def test_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: Any) -> None:
     world = World(2)  # its connections are closed
     try:
@@ -203,6 +216,9 @@ def test_a_plan_that_changes_on_one_rank_alone_ends_in_an_error_on_all(change: A
         freeze: alone + "blocks.1.down.bias: requires_grad was True and is False)",
         freeze_elsewhere: "blocks.1.down.bias: requires_grad is True on rank 0, False on rank 1",
         set_divisor: alone + "Tower: divide_factor was None and is 3.0, and 3 more changes)",
+        train_without_bias: alone
+        + "blocks.1: a backward without gradients of blocks.1.down.bias (set_reduce_scatter_unused_params(True) "
+        "lets ranks differ) was missing and is seen)",
     }[change]
     for text in (first[0], second[0]):
         assert what in text, text
@@ -245,6 +261,39 @@ def test_a_steady_step_compares_nothing_and_a_change_is_compared_once() -> None:
         backward(model)
         note()
     assert found == [0, 1, 1, 1, 0, 1]
+
+
+@on_ranks(2)
+def test_ranks_whose_gradients_are_of_different_parameters_hear_of_it_at_the_next_forward() -> None:
+    """Their messages may even be of the same size, so that nothing else fails."""
+    model = shard_tower(tower())
+    backward(model)
+    leave_out_bias(pick(model.blocks[1].down, model.blocks[1].norm))
+    backward(model)
+    told = [refusal(backward, model), refusal(backward, model)]
+    assert told[0] == told[1]
+    assert_expected_inline(
+        first_differences(told[:1]).split(" On rank")[0],
+        """blocks.1: a backward without gradients of blocks.1.down.bias (set_reduce_scatter_unused_params(True) lets ranks differ) is seen on rank 0, missing on rank 1 (1 more differences follow).""",
+    )
+    model.set_reduce_scatter_unused_params(True)
+    backward(model)
+
+
+@on_ranks(2)
+def test_parameters_that_all_ranks_leave_out_are_compared_once_for_each_set_of_them() -> None:
+    model = shard_tower(tower())
+    layers = [model.blocks[0].down, model.blocks[1].down]
+    found = []
+    with mock.patch.object(plan_check, "compare", wraps=plan_check.compare) as made:
+        for left_out in ([], [0], [0], [0, 1], [1], [0, 1], []):
+            for index, layer in enumerate(layers):
+                vars(layer).pop("forward", None)
+                if index in left_out:
+                    leave_out_bias(layer)
+            backward(model)
+            found.append(made.call_count)
+    assert found == [1, 1, 2, 2, 3, 3, 3]
 
 
 def test_first_difference_names_ranks_with_and_without_a_fact() -> None:

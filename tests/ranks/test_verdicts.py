@@ -70,6 +70,10 @@ def test_what_all_ranks_have_issued_is_not_blamed_on_one() -> None:
         report_of({0: waits(), 1: computes}),
         """No progress for 31 s: rank 0 waiting for the all-gather of 'layers.4' (step 12, forward); rank 1 computing (step 12, forward); all ranks have issued what is waited for: the network does not deliver, or the back end needs ranks that compute""",
     )
+    reduces, has_reduced = waits(event="reduction"), replace(computes, issued={"reduction layers.4": 12})
+    assert report_of({0: reduces, 1: has_reduced}).endswith(
+        "or the back end needs ranks that compute, or ranks use different parameters of the group"
+    )
     on_device = waits(is_on_device=True, phase="")
     assert_expected_inline(
         report_of({0: on_device, 1: on_device}),

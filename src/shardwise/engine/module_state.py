@@ -141,7 +141,7 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
     if other is not root:
         root.finalization.by_hand |= other.finalization.by_hand
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
-    group.plan_changed = root.plan_check.plan_changed
+    group.plan_changed = group.gradients.left_out_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
     # The first gradient may come from a backward that nothing has announced.
     arrived: Callable[[], Any] = partial(graph_task, root)

@@ -3,6 +3,7 @@
     ("blocks.0.up.weight", "shape")          "(16, 8)"
     ("blocks.0.up.weight", "requires_grad")  "True"
     ("blocks.0", "reshard_after_forward")    "None"
+    ("blocks.0", "a backward without gradients of blocks.0.scale (...)")   "seen"
 
 Facts belong to the ranks of one mesh. So experts, whose names may differ between ranks, are compared only
 among the ranks that share them, and pipeline stages not at all. Settings that may change from one microbatch
@@ -10,16 +11,21 @@ to the next (gradient synchronisation, resharding after backward) count in the f
 """
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.settings import shared_settings
+from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import mesh_text
 from shardwise.params.parameter import Param
 
 FULL_LOAD = "the checksum of the full value that load_state_dict was given"
+
+_MOST_SHOWN = 8  # parameters of one reduction
+_REMEDY = "set_reduce_scatter_unused_params(True) lets ranks differ"
 
 Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
 """Facts by (where, what) for each set of ranks; the largest sets first, in the same order on all ranks."""
@@ -54,6 +60,11 @@ def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, 
         facts = facts_on(group.mesh.mesh)
         for what, value in _settings_of(group, is_first).items():
             facts[group.name, what] = value
+        for bucket in [] if group.settings.ranks_may_differ else group.buckets:
+            own, facts = {param.fqn for param in bucket.params}, facts_on(bucket.mesh.mesh)
+            for left_out in sorted(group.gradients.left_out):
+                if left_out[0] in own:
+                    facts[group.name, _left_out_text(left_out)] = "seen"
     for ranks, facts in plan.items():
         names = [group.name for group in groups if ranks_of[id(group.mesh.mesh)] == ranks]
         facts["the model", "the order of its groups"] = ", ".join(names)
@@ -104,6 +115,13 @@ def _settings_of(group: ParameterGroup, is_first: bool) -> dict[str, str]:
             [tuple(p.shape) for p in group.ignored] if settings.averages_ignored else []
         ),
     }
+
+
+def _left_out_text(names: Sequence[str]) -> str:
+    shown = listed(names, _MOST_SHOWN)
+    if len(names) > _MOST_SHOWN:
+        shown += f" [{crc32(repr(names).encode()):08x}]"  # as many others may begin alike
+    return f"a backward without gradients of {shown} ({_REMEDY})"
 
 
 def _names(groups: Sequence[ParameterGroup] | None) -> str:

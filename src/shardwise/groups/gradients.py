@@ -39,6 +39,7 @@ _arrives_on_host = attrgetter("arrives_on_host")
 _gradient = attrgetter("grad")
 _layout = attrgetter("layout")
 _DENSE = {torch.strided}
+_MOST_LEFT_OUT = 16  # sets of parameters that ranks compare: ever new ones would cost every step
 
 
 Tell = Callable[[], None]
@@ -79,6 +80,7 @@ class Gradients:
         # Whether, in earlier backwards, gradients were reduced, and arrived in nested backwards.
         self.were_reduced = False
         self.come_nested = False
+        self.left_out_changed = nothing
         self.start_over()
 
     def start_over(self) -> None:
@@ -91,6 +93,9 @@ class Gradients:
         self._missing = 0  # a bit for each parameter whose gradient is yet to come
         self._all_missing = 0
         self._made_on: dict[Hashable, Any] = {}
+        self.left_out: set[tuple[str, ...]] = set()
+        """Names of trainable parameters that had no gradient when those of their bucket were reduced: ranks
+        whose reductions leave out different ones would add up what does not belong together."""
         self._reductions: list[Reduction | None] = [None] * len(self._shards.buckets)
 
     # --- arrival ----------------------------------------------------------------------------------
@@ -176,7 +181,9 @@ class Gradients:
                 own = gradients
                 if bucket is not self._shards.buckets[-1]:
                     own, gradients = gradients[: len(bucket.params)], gradients[len(bucket.params) :]
-                reduction = self._open(number, is_filled=all(map(is_not_none, own)))
+                if not (is_filled := all(map(is_not_none, own))):
+                    self._note_left_out(bucket.params, own)
+                reduction = self._open(number, is_filled=is_filled)
                 reduction.send(bucket.reduction.parts[0], own, self.made_on if self._made_on else ())
         self._close()
         self.state = state
@@ -191,6 +198,8 @@ class Gradients:
             fulls = [all_fulls[index] for index in queued.indices] if all_fulls else ()
             gradients: list[Tensor | None] = [None] * len(self._shards.buckets[queued.bucket].params)
             taken = self._take(params, fulls)
+            if not all(map(is_not_none, taken)):
+                self._note_left_out(params, taken)
             for index, gradient in zip(queued.part.indices, taken, strict=True):
                 gradients[index] = gradient
             reduction.send(queued.part, gradients, self.made_on)
@@ -201,6 +210,14 @@ class Gradients:
         )
         self._reductions[number] = made
         return made
+
+    def _note_left_out(self, params: Sequence[Param], gradients: Sequence[Tensor | None]) -> None:
+        """Some ``gradients`` are missing: the ranks compare which, if these were not the same before."""
+        rows = zip(params, gradients, strict=True)
+        names = tuple(p.fqn for p, gradient in rows if gradient is None and p.sharded.requires_grad)
+        if names and names not in self.left_out and len(self.left_out) < _MOST_LEFT_OUT:
+            self.left_out.add(names)
+            self.left_out_changed()
 
     def _close(self) -> None:
         """Everything to reduce is sent: let the sums proceed to the replicas."""

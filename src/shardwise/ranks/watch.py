@@ -294,6 +294,8 @@ def _undelivered(shown: Mapping[int, RankStatus], statuses: Statuses) -> list[st
     cause = "a device still computes, or the network does not deliver"
     if not any(status.is_on_device for status in shown.values()):
         cause = "the network does not deliver, or the back end needs ranks that compute"
+    if any(status.event == "reduction" for status in shown.values()):
+        cause += ", or ranks use different parameters of the group"
     return [*_by_clause(others), f"all ranks have issued what is waited for: {cause}"]
 
 
