@@ -214,7 +214,7 @@ class Gradients:
     def _note_left_out(self, params: Sequence[Param], gradients: Sequence[Tensor | None]) -> None:
         """Some ``gradients`` are missing: the ranks compare which, if these were not the same before."""
         rows = zip(params, gradients, strict=True)
-        names = tuple(p.fqn for p, gradient in rows if gradient is None and p.sharded.requires_grad)
+        names = tuple(p.fqn for p, gradient in rows if gradient is None and _is_trained(p))
         if names and names not in self.left_out and len(self.left_out) < _MOST_LEFT_OUT:
             self.left_out.add(names)
             self.left_out_changed()
@@ -456,6 +456,11 @@ class Gradients:
 
     def _refuse(self, event: str) -> NoReturn:
         refuse_step(GRADIENT_STATES, self.state, event, self._shards.name)
+
+
+def _is_trained(param: Param) -> bool:
+    full = param.unsharded  # asking a DTensor takes ten times as long
+    return full is not None and full.requires_grad
 
 
 def _take_dense(fulls: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
