@@ -22,7 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpointing import Net, Run, by_block, everything, first_half, second_half, uninterrupted
+from checkpointing import (
+    Net,
+    Run,
+    by_block,
+    everything,
+    first_half,
+    refused_to_save,
+    second_half,
+    uninterrupted,
+)
 from comparing import alike, assert_all_same
 from expecttest import assert_expected_inline
 from harness import World
@@ -439,17 +448,13 @@ def test_a_write_that_fails_is_told_in_the_words_of_the_system(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def no_place(path: str) -> str:
-    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)))
-
-
 def test_what_is_not_ours_is_not_replaced(world2: World, tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter.tex").touch()
-    assert "exists and is not a checkpoint" in alike(world2.run(no_place, str(folder)))
-    assert "exists and is not a checkpoint" in alike(world2.run(no_place, str(folder / "chapter.tex")))
-    assert "NotADirectoryError" in alike(world2.run(no_place, str(folder / "chapter.tex" / "step-1")))
+    assert "exists and is not a checkpoint" in alike(world2.run(refused_to_save, str(folder)))
+    assert "exists and is not a checkpoint" in alike(world2.run(refused_to_save, str(folder / "chapter.tex")))
+    assert "NotADirectoryError" in alike(world2.run(refused_to_save, str(folder / "chapter.tex" / "step-1")))
     assert [each.name for each in folder.iterdir()] == ["chapter.tex"]
     assert [each.name for each in tmp_path.iterdir()] == ["thesis"]
 

@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpointing import OWN, inside, needs_own_disks, on_own_disk, saved_step, value_at
+from checkpointing import OWN, inside, needs_own_disks, on_own_disk, refused_to_save, saved_step, value_at
 from comparing import alike
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import refusal
 from torch import nn
 
-from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
+from shardwise import latest_checkpoint, load_checkpoint
 from shardwise.checkpoint import folders
 from shardwise.checkpoint import load as load_module
 from shardwise.checkpoint.save import write
@@ -201,10 +201,6 @@ def test_a_checkpoint_that_a_crash_set_aside_is_found(tmp_path: Path, dead_token
 
 
 # --- disks of hosts -------------------------------------------------------------------------------
-
-
-def refused_to_save(path: Path) -> str:
-    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)))
 
 
 @needs_own_disks

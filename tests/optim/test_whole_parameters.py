@@ -53,7 +53,7 @@ import shardwise
 from shardwise import full_state_dict, load_checkpoint, save_checkpoint
 from shardwise.optim import WholeParameters, offload_optimizer_state
 from shardwise.state import EMA, load_full_optimizer_state_dict
-from shardwise.torch_compat.dtensor import plain
+from shardwise.torch_compat.dtensor import placed_as, plain
 
 SINGLE = {"single_owner": True}
 TINY = {"batch_bytes": 1}  # a parameter a round
@@ -110,25 +110,11 @@ def gradient(param: Tensor, number: int) -> Tensor:
     return values / (values * values + 1)
 
 
-def set_gradient(param: Tensor, local: Tensor) -> None:
-    """Of which this rank has the rows that it has of the parameter."""
-    if isinstance(param, DTensor):
-        local = DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-    param.grad = local
-
-
 def set_gradients(model: nn.Module, number: int, skip: Callable[[str], bool] = lambda _: False) -> None:
     for name, param in model.named_parameters():
         param.grad = None
         if param.requires_grad and param.numel() and not skip(name):  # Adafactor fails on empty ones
-            set_gradient(param, gradient(param, number).to(param.dtype))
+            param.grad = placed_as(param, gradient(param, number).to(param.dtype))
 
 
 def steps(model: nn.Module, optimizer: Any, numbers: range = range(3)) -> None:
@@ -332,7 +318,7 @@ def test_parameters_and_gradients_have_the_dtypes_that_they_have(
         for param in model.parameters():
             param.grad = None
             param.grad_dtype = of_grads or param.dtype
-            set_gradient(param, gradient(param, number).to(param.grad_dtype))
+            param.grad = placed_as(param, gradient(param, number).to(param.grad_dtype))
         optimizer.step()
     return found(model, optimizer)
 
@@ -436,7 +422,7 @@ def closure_of(model: nn.Module, calls: list[int], fails: Callable[[int], bool] 
         if fails(len(calls)):
             raise FloatingPointError("the loss is NaN")
         for param in model.parameters():
-            set_gradient(param, (plain(param.detach()) - 0.3) ** 3)
+            param.grad = placed_as(param, (plain(param.detach()) - 0.3) ** 3)
         return sum((full(param) - 0.3).pow(4).sum() / 4 for param in model.parameters())
 
     return closure

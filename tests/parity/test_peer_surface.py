@@ -19,10 +19,11 @@ import torch.distributed as dist
 import torch.distributed.fsdp as peer
 from events import observe
 from harness import World
+from meshed import parameters_of
 from models import Tower, built, random_batch
 from on_ranks import on_ranks
 from reference import full
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -231,10 +232,6 @@ def mean_over_ranks(loss: Tensor) -> float:
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(param) for name, param in model.named_parameters()}  # type: ignore[misc]
 
 
 def test_the_same_script_computes_the_same_with_either_import(world2: World) -> None:

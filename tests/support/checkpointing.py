@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamo import quiet_dynamo
-from meshed import Layout, part
+from meshed import Layout, part, refusal
 from models import random_batch
 from reference import full, mean_of_squares
 from torch import Tensor, nn
@@ -206,6 +206,10 @@ def value_at(path: Path | None) -> float:
     value: float = load_checkpoint(path, model).shared["value"]
     assert model.weight.unique().tolist() == [value]
     return value
+
+
+def refused_to_save(path: str | Path) -> str:
+    return refusal(save_checkpoint, path, fully_shard(nn.Linear(2, 2)))
 
 
 def rewritten(path: Path, edit: Callable[[Metadata], Any]) -> None:

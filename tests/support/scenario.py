@@ -127,10 +127,6 @@ class Side:
         """Rows that belong to this rank's rows of the batch."""
         self._note("rows", name, rows)
 
-    def note_input_gradient(self, name: str, gradient: Tensor) -> None:
-        """A gradient of the local mean loss: world times the rows of that of the global one."""
-        self.note_rows(name, gradient / self.world)
-
     def note_gradients(self, model: nn.Module) -> None:
         for name, param in model.named_parameters():
             self.note(f"gradient of {name}", param.grad)

@@ -75,12 +75,6 @@ ALWAYS = [
     Plan("ddp", 3),
     Plan("zero1", 3),
 ]
-# Of every kind one, and of every number of ranks.
-SOME_PLANS = [
-    *(Plan("zero3", 1), Plan("ddp", 2), Plan("zero1", 3)),
-    *(Plan("zero1", 4), Plan("zero2", 4), Plan("zero3", 4), Plan("hybrid_zero2", 4, 2)),
-    Plan("zero3_hpz", 4, 2),
-]
 
 
 def rows(plan: Plan | None, batch: Tensor) -> Tensor:
