@@ -2,7 +2,7 @@
 
     python tests/mutants.py                       all of tests/mutants.txt: hours
     python tests/mutants.py --turn                a fortieth, by the hour of the last commit: minutes
-    python tests/mutants.py --only engine groups  those of packages, or of files: engine/prefetch.py
+    python tests/mutants.py --only engine groups  those of packages, or of files: engine/unsharded_groups.py
     python tests/mutants.py --numbers 3 17        these, as numbered in the output
     python tests/mutants.py --untried             those without a recorded outcome; --left: that nothing found;
                                                   --found: that a test found
@@ -69,7 +69,7 @@ TESTS = {
         "engine",
     ],
     "compile": ["compile"],
-    "fsdp_module": [
+    "fsdp_module.py": [
         "engine",
         "setup",
         "parity/test_peer_surface.py",
@@ -86,9 +86,9 @@ TESTS = {
     "optim": ["optim"],
     "state": ["state", "checkpoint"],
     "checkpoint": ["checkpoint", "commands/test_commands.py", "examples/test_kill_and_resume.py"],
-    "observe": ["observe", "engine/test_memory.py", "comm/test_traffic.py"],
+    "observe.py": ["observe", "engine/test_memory.py", "comm/test_traffic.py"],
     "tracing": ["tracing"],
-    "doctor": ["commands/test_doctor.py"],
+    "doctor.py": ["commands/test_doctor.py"],
     "interop": ["interop"],
     "torch_compat": ["torch_compat", "layout", "params", "optim", "engine"],
     "commands": ["commands"],

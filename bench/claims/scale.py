@@ -50,7 +50,7 @@ from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.dry_run.fake_model import without_computation
+from shardwise.dry_run.fakes import without_computation
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.torch_compat.c10d import PythonGroup
 

@@ -18,7 +18,7 @@ in the packages:
 
 from shardwise.checkpoint import latest_checkpoint, load_checkpoint, resume, save_checkpoint
 from shardwise.compile.overlap import compile_options
-from shardwise.engine.finalization import GradientReductionHandle
+from shardwise.engine.reduction_queue import GradientReductionHandle
 from shardwise.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fully_shard import fully_shard
 from shardwise.init import materialize

@@ -36,15 +36,15 @@ from shardwise.policies import (
 from shardwise.setup.discovery import (
     Found,
     Meshes,
+    leave_ties,
     make_buckets,
     make_param,
     modules_to_manage,
     names_below,
+    resolve_ties,
 )
-from shardwise.setup.hooks import install_hooks
-from shardwise.setup.outside_calls import explain_calls
+from shardwise.setup.hooks import explain_calls, install_hooks
 from shardwise.setup.sharded_class import original_class, sharded_class
-from shardwise.setup.shared_parameters import leave_ties, resolve_ties
 from shardwise.setup.validation import (
     check_ignored,
     check_modules,
@@ -55,7 +55,7 @@ from shardwise.setup.validation import (
     storage_of,
 )
 from shardwise.torch_compat import nn_modules
-from shardwise.tracing.step_capture import StepCapture, step_to_trace
+from shardwise.tracing.trace import StepCapture, step_to_trace
 
 
 class _Options(TypedDict, total=False):

@@ -63,8 +63,7 @@ from shardwise import (
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.strategies import WrapBySize, register_comm_hook
-from shardwise.strategies.wrap_policies import as_policy
-from shardwise.strategies.wrapping import chosen
+from shardwise.strategies.wrap_policies import as_policy, chosen
 
 # --- models ---------------------------------------------------------------------------------------
 

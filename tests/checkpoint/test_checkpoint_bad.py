@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardwise import fully_shard, latest_checkpoint, load_checkpoint, save_checkpoint
 from shardwise.checkpoint import PendingSave
-from shardwise.init.loads import mark_partly_loaded, why_partly_loaded
+from shardwise.init.initialise import mark_partly_loaded, why_partly_loaded
 from shardwise.state import EMA, save_safetensors
 
 

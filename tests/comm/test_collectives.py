@@ -18,8 +18,7 @@ from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import FlatShard, UnshardedBuffer, with_own_storage
+from shardwise.comm.buffers import AllGather, FlatShard, UnshardedBuffer, with_own_storage
 from shardwise.comm.communicators import (
     BackendCollectives,
     Communicator,

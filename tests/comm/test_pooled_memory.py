@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise import fully_shard
 from shardwise.comm import custom
 from shardwise.comm.custom import PooledCollectives, SymmetricMemoryPool
-from shardwise.fsdp_module.comm_choices import use_symmetric_memory
+from shardwise.fsdp_module import use_symmetric_memory
 from shardwise.torch_compat import c10d
 
 

@@ -19,12 +19,10 @@ import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
+from shardwise import doctor
 from shardwise.__main__ import main
-from shardwise.commands import doctor
-from shardwise.doctor import examine
-from shardwise.doctor.devices import judge_devices
-from shardwise.doctor.job import table
-from shardwise.doctor.network import judge
+from shardwise.commands import doctor as command
+from shardwise.doctor import judge, judge_devices, table
 
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "shardwise": "0.1.0"}
 AROUND: dict[str, Any] = {
@@ -48,18 +46,18 @@ def wrong(text: str) -> str:
 def examined(*options: str, defects: dict[int, dict[str, Any]] | None = None) -> tuple[int, str]:
     """The exit status and the output of the command on this rank, with something else around some ranks."""
     parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
+    command.add_arguments(parser)
     printed = io.StringIO()
     around = AROUND | (defects or {}).get(dist.get_rank(), {})
     with (
         contextlib.redirect_stdout(printed),
-        mock.patch.object(examine, "versions", side_effect=lambda: dict(around["versions"])),
-        mock.patch.object(examine, "os", SimpleNamespace(environ=around["environment"])),
-        mock.patch.object(examine, "time", SimpleNamespace(time=around["clock"])),
+        mock.patch.object(doctor, "versions", side_effect=lambda: dict(around["versions"])),
+        mock.patch.object(doctor, "os", SimpleNamespace(**vars(os) | {"environ": around["environment"]})),
+        mock.patch.object(doctor, "time", SimpleNamespace(**vars(time) | {"time": around["clock"]})),
         mock.patch("platform.node", return_value=around["host"]),
     ):
         words = [option.format(rank=dist.get_rank()) for option in options]
-        status = doctor.run(parser.parse_args(["--timeout", "12", "--device", "cpu", *words]))
+        status = command.run(parser.parse_args(["--timeout", "12", "--device", "cpu", *words]))
     return status, printed.getvalue()
 
 
@@ -241,14 +239,14 @@ slow     devices  H100, H200: all wait for the slowest.
 SCRIPT = """
 import os, sys, time
 from shardwise.__main__ import main
-from shardwise.doctor import network
+from shardwise import doctor
 
 def broken(pg, numel, device):
     if pg.rank() == 1:
         {defect}
-    return network._all_gather(pg, numel, device)
+    return doctor._all_gather(pg, numel, device)
 
-network._COLLECTIVES["reduce-scatter"] = broken
+doctor._COLLECTIVES["reduce-scatter"] = broken
 sys.exit(main(["doctor", "--device", "cpu", "--timeout", "{timeout}"]))
 """
 

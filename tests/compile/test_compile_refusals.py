@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardwise
 from shardwise import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from shardwise.init.loads import mark_partly_loaded
+from shardwise.init.initialise import mark_partly_loaded
 from shardwise.policies import LowPrecisionReduction, QuantizedAllGather
 from shardwise.strategies import register_comm_hook
 

@@ -7,7 +7,7 @@ from meshed import device_mesh
 from on_ranks import on_ranks
 from torch import Tensor
 
-from shardwise.compile.functional import Piece, Ways, unshard
+from shardwise.compile.traced import Piece, Ways, unshard
 from shardwise.layout.chunks import chunk_of
 
 CPU = torch.device("cpu")

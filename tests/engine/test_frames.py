@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise
 from shardwise import fully_shard
-from shardwise.dry_run.fake_world import fake_world
+from shardwise.dry_run.fakes import fake_world
 
 SOURCE = Path(shardwise.__file__).parent
 

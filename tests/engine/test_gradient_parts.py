@@ -20,8 +20,7 @@ from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.comm.communicators import SingleRank
 from shardwise.comm.reduction import GradientPart, ReduceScatter
 from shardwise.engine.reduction_queue import ReductionQueue
-from shardwise.groups.gradient_parts import PartQueue
-from shardwise.groups.gradients import Gradients
+from shardwise.groups.gradients import Gradients, PartQueue
 from shardwise.layout.slots import Slot, plan_layout
 
 IN_PARTS = CommPolicy(packing_limit_bytes=0, part_bytes=0)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.comm.all_gather import AllGather
+from shardwise.comm.buffers import AllGather
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.groups.states import SHARDED
 from shardwise.optim import FlatOptimizer

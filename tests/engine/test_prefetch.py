@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from towers import backward
 
 from shardwise import CommPolicy, fully_shard
-from shardwise.engine.prefetch import Order
+from shardwise.engine.unsharded_groups import Order
 
 Choices = dict[str, Any]
 

@@ -291,7 +291,7 @@ def run_a_script(tmp_path: Any, *words: str, **environment: str) -> subprocess.C
 def test_a_script_is_run_with_ours_and_told_so(tmp_path: Any) -> None:
     done = run_a_script(tmp_path, str(tmp_path / "script.py"), "--epochs", "3")
     folder = str(tmp_path)
-    expected = f"shardwise.fully_shard ['--epochs', '3'] __main__ {folder} shardwise.fsdp_module.module\n"
+    expected = f"shardwise.fully_shard ['--epochs', '3'] __main__ {folder} shardwise.fsdp_module\n"
     assert (done.returncode, done.stdout) == (3, expected), done.stderr
     assert done.stderr.startswith("shardwise took the place of torch's fully_shard: torch.distributed._")
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise.optim.passed_parameters import PassedAlong
+from shardwise.optim.norms import PassedAlong
 from shardwise.torch_compat import dtensor
 
 INF = math.inf

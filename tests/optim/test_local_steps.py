@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import fully_shard
-from shardwise.buckets.local_steps import ELEMENTWISE
+from shardwise.buckets.optimizer_steps import ELEMENTWISE
 
 Params = list[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
-from shardwise.init.loads import give_memory
+from shardwise.init.initialise import give_memory
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from shardwise.dry_run.fake_world import fake_world
+from shardwise.dry_run.fakes import fake_world
 from shardwise.dry_run.memory_log import GRADIENTS, PARAMETERS, STATE
 from shardwise.planning import estimate
 from shardwise.planning.picture import figure_of

@@ -17,8 +17,8 @@ from towers import backward
 
 from shardwise import CommPolicy, MixedPrecisionPolicy, fully_shard, no_sync, shard_model
 from shardwise.engine import plan_check
+from shardwise.engine.plan_check import OwnDevice, first_difference, wrong_device
 from shardwise.policies import LowPrecisionReduction
-from shardwise.ranks.comparison import OwnDevice, first_difference, wrong_device
 from shardwise.strategies import register_comm_hook
 
 

@@ -162,11 +162,11 @@ def assert_loads(way: Way, source: str, bucket_bytes: int, device: str = "cpu") 
             if "passing" in module._buffers:  # which no state has
                 module._buffers["passing"] = torch.ones(3)
     given, src_rank = SOURCES[source](plain_state(way))
-    shardwise.state.full_load.BUCKET_BYTES = bucket_bytes
+    shardwise.state.full_state.BUCKET_BYTES = bucket_bytes
     try:
         report = load_full_state_dict(model, given, src_rank=src_rank)
     finally:
-        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES
+        shardwise.state.full_state.BUCKET_BYTES = full_tensors.BUCKET_BYTES
     assert report == shardwise.state.LoadReport()
     assert_equal(full_state_dict(model, rank0_only=False), plain_state(way))
 
@@ -401,7 +401,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
         while next(pairs, None) is not None:  # a loop variable would hold on to the last one
             pass
 
-    shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
+    shardwise.state.full_state.BUCKET_BYTES = full_tensors.BUCKET_BYTES = bucket
     try:
         return {
             "iterating": peak_bytes(walk) / LAYER,
@@ -410,7 +410,7 @@ def peaks(shape: tuple[int, ...], dim: int = 0) -> dict[str, float]:
             "rows": peak_bytes(lambda: load_full_state_dict(model, state, src_rank=None)) / LAYER,
         }
     finally:
-        shardwise.state.full_load.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
+        shardwise.state.full_state.BUCKET_BYTES = full_tensors.BUCKET_BYTES = 64 << 20
 
 
 @pytest.mark.sample(3)

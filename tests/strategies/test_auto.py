@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, shard_model
-from shardwise.dry_run.fake_world import fake_world
+from shardwise.dry_run.fakes import fake_world
 from shardwise.strategies.auto import CHOICE, AutoOptions, Choice, Search, Trial
 
 pytestmark = pytest.mark.processes  # steps of whole models: seconds

@@ -25,8 +25,7 @@ from torch.distributed.fsdp.wrap import (
 
 from shardwise import fully_shard
 from shardwise.strategies import WrapBySize, WrapClasses, WrapRecursively, WrapRepeated, WrapWhere
-from shardwise.strategies.wrap_policies import as_policy
-from shardwise.strategies.wrapping import chosen, merge_neighbours
+from shardwise.strategies.wrap_policies import as_policy, chosen, merge_neighbours
 
 S, L = nn.Sequential, nn.Linear
 

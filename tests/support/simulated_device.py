@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import fsdp_module as fsdp_module
 from shardwise.comm import streams
-from shardwise.fsdp_module import module as fsdp_module
 
 
 class Event:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise import fully_shard
-from shardwise.torch_compat import elementwise
+from shardwise.torch_compat import optimizers
 from shardwise.torch_compat.dtensor import spec_of
 
 Make = Callable[..., Tensor]
@@ -71,17 +71,17 @@ def outcome(program: Callable[[Make], Any]) -> Any:
 def compare(programs: dict[str, Callable[[Make], Any]]) -> list[str]:
     """The programs whose outcome differs from that of torch alone."""
     alone = {name: outcome(program) for name, program in programs.items()}
-    elementwise.run_on_local_tensors()
+    optimizers.run_on_local_tensors()
     try:
         return [name for name, program in programs.items() if outcome(program) != alone[name]]
     finally:
-        elementwise.run_as_torch()
+        optimizers.run_as_torch()
 
 
 @on_ranks(2)
 def test_operands_that_are_placed_alike_never_reach_dtensor() -> None:
-    reached = patch.object(elementwise, "_as_torch", side_effect=AssertionError("reached"))
-    with reached, patch.object(elementwise, "_local_operands", wraps=elementwise._local_operands) as asked:
+    reached = patch.object(optimizers, "_as_torch", side_effect=AssertionError("reached"))
+    with reached, patch.object(optimizers, "_local_operands", wraps=optimizers._local_operands) as asked:
         assert compare(ALIKE) == []
     assert asked.call_count == 12  # of the operations in ALIKE
 
@@ -109,7 +109,7 @@ def test_only_steps_over_sharded_parameters_change_how_dtensors_compute() -> Non
         for param in params:
             param.grad = torch.ones_like(param)
         before = [param.full_tensor().detach() for param in params]
-        with patch.object(elementwise, "are_alike", wraps=elementwise.are_alike) as asked:
+        with patch.object(optimizers, "are_alike", wraps=optimizers.are_alike) as asked:
             Decaying(params).step()
             make_of_rank((5, 3)).add_(make_of_rank((5, 3)))
             assert asked.call_count == (0 if params[0] is other else 6)  # operands

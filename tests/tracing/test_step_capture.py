@@ -18,7 +18,7 @@ from torch import nn
 from shardwise import fully_shard, no_sync, trace
 from shardwise.engine.module_state import module_state_of
 from shardwise.tracing.files import read_json
-from shardwise.tracing.step_capture import step_to_trace
+from shardwise.tracing.trace import step_to_trace
 
 WIDTH = 16
 GROUPS = {"SquareTower", "blocks.0", "blocks.1"}

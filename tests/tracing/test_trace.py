@@ -25,9 +25,8 @@ from shardwise import CommPolicy, fully_shard, no_sync
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.observe import memory_snapshot
 from shardwise.tracing import timeline
-from shardwise.tracing.recorder import TracedRoot
+from shardwise.tracing.recorder import TracedRoot, TracedStreams
 from shardwise.tracing.records import Recording, Span, lanes
-from shardwise.tracing.streams import TracedStreams
 
 WIDTH, DEPTH = 64, 3
 BLOCK_BYTES = 2 * WIDTH * WIDTH * 8  # two square matrices of float64

@@ -16,8 +16,7 @@ from recordings import recording, span, wait
 
 import shardwise
 from shardwise.tracing.analysis import advice, summary
-from shardwise.tracing.drawings import draw, page
-from shardwise.tracing.files import read_json, write_json
+from shardwise.tracing.files import draw, page, read_json, write_json
 from shardwise.tracing.records import ROWS, Recording, Span, lanes
 from shardwise.tracing.trace import Trace
 

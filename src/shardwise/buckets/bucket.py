@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, ShardStorage, all_start_at
-from shardwise.comm.all_gather import AllGather, InPlaceAllGather
 from shardwise.comm.buffers import (
+    AllGather,
     FlatShard,
+    InPlaceAllGather,
     LocalViews,
     UnshardedBuffer,
     bytes_of,

@@ -35,7 +35,7 @@ from shardwise.checkpoint.stateful import (
     rebuilt,
     tensor_places,
 )
-from shardwise.init.loads import (
+from shardwise.init.initialise import (
     give_memory,
     is_on_meta,
     mark_partly_loaded,

@@ -31,7 +31,7 @@ from shardwise.checkpoint.stateful import (
     tensors_in,
     warn_of_objects,
 )
-from shardwise.init.loads import why_partly_loaded
+from shardwise.init.initialise import why_partly_loaded
 from shardwise.layout.fqns import listed
 from shardwise.ranks.agreement import RankGroup
 from shardwise.ranks.failures import monitored

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import UnshardedBuffer
+from shardwise.comm.buffers import AllGather, UnshardedBuffer
 from shardwise.comm.communicators import Communicator, factor_before_sum, make_communicator
 from shardwise.comm.streams import CommStream, Finish, all_of, nothing, waiting_for
 from shardwise.layout.chunks import ceil_div, chunk_size, round_up

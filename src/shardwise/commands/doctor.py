@@ -22,8 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.commands import RankError, UsageError
-from shardwise.doctor.examine import examine
-from shardwise.doctor.job import Job, table
+from shardwise.doctor import Job, examine, table
 from shardwise.torch_compat import c10d
 
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicators import BackendCollectives, GlooExchange, unless_alone
 from shardwise.comm.streams import HostStream
-from shardwise.dry_run.fake_model import make_fake, meta_copy, without_computation
-from shardwise.dry_run.fake_world import fake_world
+from shardwise.dry_run.fakes import fake_world, make_fake, meta_copy, without_computation
 from shardwise.dry_run.memory_log import (
     ACTIVATIONS,
     COMMUNICATION,

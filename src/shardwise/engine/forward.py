@@ -40,8 +40,8 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
 from shardwise.ranks.failures import monitor_of_job
-from shardwise.torch_compat import autograd, dynamo, functorch, nn_modules, tensor_impl
-from shardwise.torch_compat.functorch import with_layers
+from shardwise.torch_compat import autograd, dynamo, nn_modules, tensor_impl
+from shardwise.torch_compat.autograd import with_layers
 
 # --- the pass -----------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class ForwardPass:
             root.monitor = monitor_of_job()
         root.monitor.begin()
         root.monitor.phase = "forward"
-        if functorch.is_recorded():
+        if autograd.is_recorded():
             raise RuntimeError(
                 f"{root.name}: make_fx, which torch.func.linearize uses, records what forward computes, "
                 "with the full parameters as constants. They are freed after forward, so that the program "
@@ -260,8 +260,8 @@ def before_forward(
     if after_hook_id is not None:
         nn_modules.put_last(module, after_hook_id)
     group, root = module_state.group, module_state.root
-    if functorch.is_in_transform():
-        with functorch.without_transforms():
+    if autograd.is_in_transform():
+        with autograd.without_transforms():
             call = _pass_of_call(root)(group, module)
     else:
         call = _pass_of_call(root)(group, module)
@@ -293,8 +293,8 @@ def after_forward(module_state: ModuleState, module: nn.Module, args: Any, kwarg
         output, outcome = _announce(module_state, call, (*args, *kwargs.values()), output)
         return output
     finally:
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
+        if autograd.is_in_transform():
+            with autograd.without_transforms():
                 _exit(module_state.root, call, outcome)
         else:
             _exit(module_state.root, call, outcome)
@@ -354,8 +354,8 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
 def _before_backward(module_state: ModuleState, call: Call, gradients: Any) -> None:
     """Backward has reached the outputs of ``call``: its group is needed."""
     root = module_state.root
-    if functorch.is_in_transform():
-        with functorch.without_transforms():
+    if autograd.is_in_transform():
+        with autograd.without_transforms():
             task = graph_task(root)
             root.backward.enter(task, call)
     else:
@@ -407,7 +407,7 @@ def _refuse_hidden_parameters(group: ParameterGroup, inside: Iterable[Tensor]) -
 def _nodes_of(values: Iterable[Any]) -> dict[int, Any]:
     """The graph nodes of the tensors among ``values``, by id, which is unique while the node is held."""
     nodes: dict[int, Any] = {}
-    if functorch.is_in_transform_or_forward_mode():
+    if autograd.is_in_transform_or_forward_mode():
         values = with_layers([value for value in values if isinstance(value, Tensor)])
     for tensor in values:
         if type(tensor) is not Tensor and not isinstance(tensor, Tensor):

@@ -18,9 +18,8 @@ from contextlib import ExitStack
 import torch
 
 from shardwise.engine.calls import FAILED, Outcome
-from shardwise.engine.prefetch import Order
 from shardwise.engine.root import Feature, Root
-from shardwise.engine.unsharded_groups import IN_USE, INFERENCE
+from shardwise.engine.unsharded_groups import IN_USE, INFERENCE, Order
 from shardwise.groups.group import ParameterGroup, shard_axes_of
 from shardwise.groups.states import SHARDED
 from shardwise.layout.mesh import all_reduce_max

@@ -2,11 +2,23 @@
 
 Owns the state of the gradients (states.py) and the reductions in flight, one for each bucket. It notifies the
 listener of arrivals; the root decides *when* to reduce.
+
+Large gradients are reduced in parts, before all have arrived. Back ends match collectives by the order of
+their calls, but gradients may arrive in different orders on different ranks. So a part is sent (its reduction
+begins) when all of its gradients have arrived *and* every part before it has been sent:
+
+    parts               [ down ]  [ up ]  [ proj, qkv ]  [ biases and norms ]
+    gradients arrive    down: sent.  proj: waits.  up: sent.  qkv: proj and qkv are sent.
+                        The rest: at the end.
+
+Gradients that arrive in a different order are sent later, at the latest at the end, like all gradients of
+small groups.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -16,10 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.buckets.sharded_gradients import is_not_none
-from shardwise.comm.reduction import Reduction
+from shardwise.comm.reduction import GradientPart, Reduction
 from shardwise.comm.streams import CommStreams, nothing
-from shardwise.groups.gradient_parts import PartQueue, QueuedPart
-from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
     DEFERRED,
@@ -27,13 +37,75 @@ from shardwise.groups.states import (
     GRADIENT_STATES,
     PENDING,
     REDUCING,
+    Settings,
     refuse_step,
 )
 from shardwise.groups.unsharded import Observer, Unsharded
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
-from shardwise.torch_compat import dynamo, functorch, tensor_impl
-from shardwise.torch_compat.functorch import outside_transforms
+from shardwise.torch_compat import autograd, dynamo, tensor_impl
+from shardwise.torch_compat.autograd import outside_transforms
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueuedPart:
+    """A part of the gradients of bucket number ``bucket``; ``indices`` count the parameters of the group."""
+
+    bucket: int
+    part: GradientPart
+    indices: tuple[int, ...]
+
+
+class PartQueue:
+    """The parts of one group's gradients, in order, and which the running backward has sent."""
+
+    def __init__(
+        self, parts_of_buckets: Sequence[tuple[int, Sequence[GradientPart]]], trainable: Iterable[int]
+    ) -> None:
+        """``parts_of_buckets``: for each bucket, the index of its first parameter and its parts."""
+        parts = [
+            QueuedPart(number, part, tuple(first + index for index in part.indices))
+            for number, (first, own) in enumerate(parts_of_buckets)
+            for part in own
+        ]
+        # Parameters registered last come first, in whichever bucket; packed parts come last.
+        self._all = sorted(parts, key=lambda p: (bool(p.part.packed_segments), -max(p.indices, default=0)))
+        self._trainable = frozenset(trainable)
+        self._place_of = {index: place for place, part in enumerate(self._all) for index in part.indices}
+        self.begin()
+
+    def begin(self, arrived: Iterable[int] = ()) -> None:
+        """Start a backward: nothing has been sent, and only the gradients at ``arrived`` exist."""
+        there = set(arrived)
+        self._missing = [set(part.indices) & self._trainable - there for part in self._all]
+        self._next = 0
+        self.sent: set[int] = set()
+        """Indices of parameters whose gradients have been sent."""
+
+    def arrive(self, index: int) -> bool:
+        """The gradient of one parameter has arrived. True if a part may be sent."""
+        place = self._place_of[index]
+        self._missing[place].discard(index)
+        return self._next < len(self._all) and not self._missing[self._next]
+
+    def take_ready(self) -> Iterator[QueuedPart]:
+        """The parts that may be sent now. They count as sent."""
+        while self._next < len(self._all) and not self._missing[self._next]:
+            yield self._take()
+
+    def take_rest(self) -> Iterator[QueuedPart]:
+        """All parts that have not been sent, complete or not. They count as sent."""
+        while self._next < len(self._all):
+            yield self._take()
+
+    def _take(self) -> QueuedPart:
+        part = self._all[self._next]
+        self._next += 1
+        self.sent.update(part.indices)
+        return part
+
 
 _arrives_on_host = attrgetter("arrives_on_host")
 _gradient = attrgetter("grad")
@@ -505,8 +577,8 @@ def _arrived(own: "weakref.ref[Gradients]", index: int, others: int, full: Tenso
     if not gradients._missing:
         gradients._missing = gradients._all_missing  # for another call, which a nested backward may reach
         # Not by outside_transforms, to save a call before the reduction.
-        if functorch.is_in_transform():
-            with functorch.without_transforms():
+        if autograd.is_in_transform():
+            with autograd.without_transforms():
                 gradients.listener.complete()
         else:
             gradients.listener.complete()

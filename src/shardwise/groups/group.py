@@ -23,15 +23,13 @@ from shardwise.buckets.extension import check_before_training, is_extension, spl
 from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.gradients import Gradients
 from shardwise.groups.managed_modules import AddedParameters, SideTensors
-from shardwise.groups.settings import Settings
 from shardwise.groups.shards import Shards
-from shardwise.groups.states import EMPTY, PENDING, SHARDED, SUMMONED
+from shardwise.groups.states import EMPTY, PENDING, SHARDED, SUMMONED, Settings
 from shardwise.groups.unsharded import Observer, Unsharded, refuse_summoned
 from shardwise.layout.fqns import listed
 from shardwise.layout.mesh import Axis, ShardMesh
 from shardwise.layout.precision import Casts
-from shardwise.params.parameter import Param, Site
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.params.parameter import Param, Site, name_of_replaced
 from shardwise.policies import CommPolicy
 from shardwise.ranks.activity import Wait
 from shardwise.ranks.failures import monitor_of_job

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.layout.fqns import clean, joined
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.params.parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 
 _OWNER = "_shardwise_owner"

@@ -29,7 +29,7 @@ from shardwise.layout.fqns import listed
 from shardwise.params.parameter import FREED, Param
 from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import autograd, dtensor, tensor_impl
-from shardwise.torch_compat.functorch import innermost
+from shardwise.torch_compat.autograd import innermost
 from shardwise.torch_compat.nn_modules import refresh_flat_weights
 
 Observer = Callable[[str, str], None]

@@ -15,9 +15,8 @@ statistics                 norm, mean, extremes, histogram of each whole paramet
 GradScaler                 loss scaling that all ranks agree on
 """
 
-from shardwise.optim.clipping import clip_grad_norm_, global_norm
+from shardwise.optim.clipping import GradScaler, clip_grad_norm_, global_norm
 from shardwise.optim.flat_optimizer import FlatOptimizer
-from shardwise.optim.loss_scaling import GradScaler
 from shardwise.optim.muon import Muon, is_hidden_matrix, newton_schulz
 from shardwise.optim.offload import offload_optimizer_state
 from shardwise.optim.tensor_statistics import Statistics, statistics

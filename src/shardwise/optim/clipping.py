@@ -1,4 +1,9 @@
-"""Clipping by the norm of all gradients, and the norm of any tensors. norms.py measures them."""
+"""What happens to gradients before a step: clipping by their norm, and loss scaling. norms.py measures norms.
+
+``torch.amp.GradScaler`` reduces its flag for infinities by the placement of the first gradient in its list.
+If that is replicated (a scalar, a block under ``ddp``, a parameter that is not sharded) and others are not,
+only one rank sees an infinity in its shard, and the ranks continue with different weights.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,21 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_type, describe
 from shardwise.layout.fqns import clean, listed
+from shardwise.layout.mesh import all_reduce_max, axes_of
 from shardwise.optim.norms import (
+    PassedParameters,
     gradients_in,
     held_gradients,
     note_passed,
     refuse_meta,
     total_norm,
 )
-from shardwise.optim.passed_parameters import PassedParameters
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.params.parameter import name_of_replaced, refuse_deferred
 from shardwise.ranks.failures import monitor_of_job, monitored
 from shardwise.ranks.model_ranks import axes_of_given
-from shardwise.torch_compat import dtensor, foreach
+from shardwise.torch_compat import dtensor, foreach, optimizers, tensor_impl
 
 
 @torch.no_grad()
@@ -232,3 +239,68 @@ def _name_of(given: nn.Module | Sequence[Tensor], param: Tensor) -> str:
         return next(clean(name) for name, each in given.named_parameters() if each is param)
     known = name_of_replaced(param) if isinstance(param, nn.Parameter) else None
     return known or f"parameter {next(i for i, each in enumerate(given) if each is param)}"
+
+
+# --- loss scaling ---------------------------------------------------------------------------------
+
+
+class GradScaler(optimizers.GradScalerBase):
+    """A ``torch.amp.GradScaler`` in which all ranks see every infinity, for gradients of any placement.
+
+    It has torch's arguments, and is used like torch's. Costs 2 d - 1 all-reduces of one number for d mesh
+    dimensions; all ranks must call ``step`` (or ``unscale_``) together.
+
+    Raises:
+        RuntimeError: from ``step`` or ``unscale_``: gradients of backwards without synchronisation
+            (``no_sync``) wait to be reduced.
+        ValueError: gradients are in float16, as in torch.
+
+    Example::
+
+        scaler = GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale the local tensors of all gradients, and report infinities to all ranks."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found: dict[torch.device, Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        with monitor_of_job().call("GradScaler", lambda: axes_of(params)), torch.no_grad():
+            for param in params:
+                if param.grad is not None:
+                    local = _values(param.grad, allow_fp16)
+                    by_kind.setdefault((local.device, local.dtype), []).append(local)
+            for (device, _), gradients in by_kind.items():
+                flag = found.setdefault(device, found_inf.to(device, copy=True))
+                optimizers.check_and_unscale_(gradients, flag, inv_scale.to(device))
+            _agree(found, found_inf, params)
+        return found or {found_inf.device: found_inf}
+
+
+def _values(gradient: Tensor, allow_fp16: bool) -> Tensor:
+    """This rank's numbers of a gradient."""
+    refuse_deferred(gradient)
+    if not allow_fp16 and gradient.dtype is torch.float16:
+        raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+    local = dtensor.plain(gradient)
+    return tensor_impl.sparse_values(local) if local.is_sparse else local
+
+
+def _agree(found: dict[torch.device, Tensor], like: Tensor, params: list[Tensor]) -> None:
+    """Report infinities on any rank to every device, including ranks without gradients."""
+    axes = axes_of(params)
+    if not axes:
+        return
+    devices = {torch.device(param.device_mesh.device_type) for param in params if isinstance(param, DTensor)}
+    highest = like.to(devices.pop() if len(devices) == 1 else like.device, copy=True)
+    for flag in found.values():
+        torch.maximum(highest, flag.to(highest.device), out=highest)
+    all_reduce_max(highest, axes)
+    for flag in found.values():
+        flag.copy_(highest)
+    found.setdefault(highest.device, highest)

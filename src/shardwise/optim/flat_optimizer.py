@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_flags, check_type
-from shardwise.buckets.local_steps import ELEMENTWISE
-from shardwise.buckets.optimizer_steps import SteppedParameters
+from shardwise.buckets.optimizer_steps import ELEMENTWISE, SteppedParameters
 from shardwise.comm.buffers import with_own_storage
 from shardwise.optim.flat_runs import (
     MAX_GAP,

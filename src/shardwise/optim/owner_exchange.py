@@ -29,7 +29,7 @@ from shardwise.layout.fqns import clean
 from shardwise.layout.mesh import Axis, device_of
 from shardwise.layout.regions import Region, Split
 from shardwise.optim.owners import Block, BlockCost, BlockKey, BlockPiece, OwnerPlan, Pieces, Placed, Round
-from shardwise.params.replaced_parameter import name_of_replaced
+from shardwise.params.parameter import name_of_replaced
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.ranks.model_ranks import gather_from_all, own_rank

@@ -27,13 +27,13 @@ from shardwise.layout.fqns import clean, listed
 from shardwise.optim.norms import (
     HeldGradient,
     NormPlan,
+    PassedParameters,
     held_gradients,
     norm_of,
     refuse_meta,
     stacked,
     widest,
 )
-from shardwise.optim.passed_parameters import PassedParameters
 from shardwise.ranks.failures import monitored
 from shardwise.torch_compat import dtensor
 

@@ -33,8 +33,7 @@ from shardwise.strategies.block_options import (
 from shardwise.strategies.meshes import STRATEGIES, Strategy, no_strategy
 from shardwise.strategies.overrides import offload_named, precision_named
 from shardwise.strategies.shard_model import shard_copies
-from shardwise.strategies.wrap_policies import Wrap, as_policy
-from shardwise.strategies.wrapping import chosen
+from shardwise.strategies.wrap_policies import Wrap, as_policy, chosen
 
 
 def estimate(

@@ -11,8 +11,8 @@ A record is JSON. Failures and waits write nothing while all goes well.
     shardwise/rounds/2        counted up to open the second round; the first rank to do so leads it
     shardwise/status/2/1      what rank 1 did then
     shardwise/report/2        the text; empty if the wait was over, or no rank is late
-    shardwise/plan/RANKS/...  successive comparisons among these ranks (comparison.py)
-    shardwise/doctor/...      what ranks exchange while a job is examined (doctor/job.py)
+    shardwise/plan/RANKS/...  successive comparisons among these ranks (engine/plan_check.py)
+    shardwise/doctor/...      what ranks exchange while a job is examined (doctor.py)
 """
 
 import json

@@ -12,8 +12,7 @@ unsharded, inference, no_sync     show full parameters; keep them in memory; do 
 
 from shardwise.state.contexts import inference, no_sync, unsharded
 from shardwise.state.ema import EMA
-from shardwise.state.full_load import load_full_state_dict
-from shardwise.state.full_state import full_state_dict, iter_full_parameters
+from shardwise.state.full_state import full_state_dict, iter_full_parameters, load_full_state_dict
 from shardwise.state.loading import LoadReport
 from shardwise.state.model_files import save_safetensors
 from shardwise.state.optimizer_state import load_full_optimizer_state_dict, rekey_optimizer_state_dict

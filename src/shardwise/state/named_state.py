@@ -27,7 +27,7 @@ from shardwise.engine.module_state import (
     module_states_at_rest,
     sharded_module_states,
 )
-from shardwise.init.loads import refuse_meta, why_partly_loaded
+from shardwise.init.initialise import refuse_meta, why_partly_loaded
 from shardwise.layout.fqns import clean, listed
 from shardwise.optim.whole_parameters import WholeParameters
 from shardwise.torch_compat import dtensor, tensor_impl

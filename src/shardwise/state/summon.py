@@ -21,16 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket
-from shardwise.comm.all_gather import AllGather
-from shardwise.comm.buffers import LocalViews, UnshardedBuffer, bytes_of
+from shardwise.comm.buffers import AllGather, LocalViews, UnshardedBuffer, bytes_of
 from shardwise.comm.communicators import make_communicator
 from shardwise.comm.streams import HostStream
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import EMPTY
 from shardwise.layout.chunks import shard_of
 from shardwise.layout.slots import Layout, Slot
-from shardwise.params.parameter import Param
-from shardwise.params.replaced_parameter import mark_replaced
+from shardwise.params.parameter import Param, mark_replaced
 from shardwise.ranks.model_ranks import Broadcast
 from shardwise.ranks.replicas import Checksums, Claim, broadcast_tensors
 from shardwise.torch_compat import dtensor, nn_modules, tensor_impl

@@ -28,8 +28,8 @@ from shardwise.layout.mesh import ShardMesh, resolve_mesh
 from shardwise.layout.text_tables import in_own_unit, ruled, unit_for
 from shardwise.ranks.agreement import run_on_all_ranks
 from shardwise.strategies.meshes import STRATEGIES, ranks_per_host
-from shardwise.strategies.module_trees import range_of_names
 from shardwise.strategies.overrides import Overrides
+from shardwise.strategies.wrap_policies import range_of_names
 
 _log = logging.getLogger(__name__)
 CHOICE = "_shardwise_choice"

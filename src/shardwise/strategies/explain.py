@@ -16,7 +16,7 @@ from shardwise.layout.text_tables import ruled
 from shardwise.setup.validation import class_name
 from shardwise.strategies.auto import CHOICE
 from shardwise.strategies.block_options import done_lines
-from shardwise.strategies.module_trees import range_of_names
+from shardwise.strategies.wrap_policies import range_of_names
 from shardwise.torch_compat import nn_modules
 from shardwise.tracing.analysis import HEAD, figures_of
 

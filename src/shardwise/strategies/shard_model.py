@@ -1,6 +1,6 @@
 """``shard_model``: one line chooses among data parallelism and the stages of ZeRO.
 
-A strategy is a mesh and two settings of ``fully_shard`` (meshes.py); what it is applied to, wrapping.py
+A strategy is a mesh and two settings of ``fully_shard`` (meshes.py); what it is applied to, wrap_policies.py
 chooses. ``"auto"`` names none: auto.py chooses one.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
@@ -46,8 +46,7 @@ from shardwise.strategies.block_options import (
 )
 from shardwise.strategies.meshes import Strategy
 from shardwise.strategies.overrides import GroupPlan, Overrides, offload_named, plan_groups, precision_named
-from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy
-from shardwise.strategies.wrapping import chosen, merge_neighbours
+from shardwise.strategies.wrap_policies import Wrap, WrapWhere, as_policy, chosen, merge_neighbours
 
 
 @monitored

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm.streams import has_streams, timed_event
 from shardwise.groups.group import ParameterGroup
-from shardwise.observe.memory import bytes_of_gradients, bytes_of_shards, bytes_of_unsharded
+from shardwise.observe import bytes_of_gradients, bytes_of_shards, bytes_of_unsharded
 from shardwise.tracing.records import BACKWARD, COMPUTATION, COPIES, MemorySample, Span
 
 _SHORTEST_COPY_NS = 20_000
@@ -140,7 +140,7 @@ class Timeline:
     """What happens to the groups of one trace.
 
     ``names``: the groups, and what they are called. ``phase``: the running pass; empty between passes.
-    ``submitting``: the transfer that is being submitted to a stream; see streams.py.
+    ``submitting``: the transfer that is being submitted to a stream; see recorder.py.
     """
 
     def __init__(self, clock: Clock, names: Mapping[ParameterGroup, str]) -> None:
