@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 
 ZERO3 = Plan("zero3", 2)
 BUDGETS = (None, 0, 4000)  # a block of the uneven tower has 1728 bytes, all of it 5696
@@ -305,29 +305,41 @@ def test_a_rank_that_fails_midway_still_unshards_what_the_others_wait_for(
         assert_evaluated(ranks, [1 if rank in failing else 4 for rank in range(3)], want)
 
 
-def failed_at_first(plan: Plan | None, steps: int) -> dict[str, Any]:
-    """Rank 1 fails after the first block of its first forward, of which no other rank has seen one whole."""
-    model, optimizer = trained(plan, steps, partial(Ordered, [0, 1, 2, 0, 1, 2]))
+def failed_early(plan: Plan | None, steps: int, order: list[int], done: int) -> dict[str, Any]:
+    """Rank 1 fails after the first block of a forward, when it has `done` others; rank 0 runs one more."""
+    options: dict[str, Any] = {} if plan is None else {"comm_policy": CommPolicy(prefetch=2)}
+    model, optimizer = trained(plan, steps, partial(Ordered, order), **options)
+    outputs: list[Tensor] = []
 
     def fail(*_: Any) -> None:
-        if dist.get_rank() == 1:
-            raise Failure("at first")
+        if dist.get_rank() == 1 and len(outputs) == done:
+            raise Failure("early")
 
-    if plan is not None:
+    if plan is None:
+        with torch.no_grad():
+            outputs += [model(random_batch(10 + i, 3, 7)) for i in range(done + 2)]
+    else:
         handle = model.blocks[0].register_forward_hook(fail)
-        outputs = []
         with suppress(Failure), shardwise.inference(model, budget_bytes=0):
-            for _ in range(2):
-                outputs.append(model(random_batch(9, 3, 7)))
+            for i in range(done + 2):
+                outputs.append(model(random_batch(10 + i, 3, 7)))
         handle.remove()
-        assert len(outputs) == (0 if dist.get_rank() == 1 else 2)
     step(model, optimizer, plan, 20)
-    return tensors_of(model)
+    return {**{f"output {i}": output for i, output in enumerate(outputs)}, **tensors_of(model)}
 
 
-def test_a_rank_that_fails_in_its_first_forward_unshards_in_the_order_of_the_others(world2: World) -> None:
+@pytest.mark.parametrize(
+    ("order", "done"), [([0, 1, 2, 0, 1, 2], 0), ([0, 0, 1], 1), ([0, 0, 1], 2)], ids=str
+)
+def test_a_rank_that_fails_early_unshards_in_the_order_of_the_others(
+    world2: World, order: list[int], done: int
+) -> None:
+    """No rank has run a forward to its end, or only one without prefetch, which unshards in another order."""
     for steps in (1, 0):
-        assert_as_plain(world2, failed_at_first, ZERO3, steps)
+        with one_thread():
+            want = failed_early(None, steps, order, done)
+        ranks = world2.run(failed_early, ZERO3, steps, order, done)
+        assert_evaluated(ranks, [done + 2, done], want)
 
 
 # --- what it leaves behind ------------------------------------------------------------------------

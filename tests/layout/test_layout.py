@@ -95,7 +95,7 @@ def test_layouts_of_two_sizes_of_element_hold_the_same_elements_at_the_same_plac
 ) -> None:
     small = [entry(s.shape, 4, "small", s.dim) for s in layout.slots]
     large = [entry(s.shape, 4 * times, "large", s.dim, smallest=4) for s in layout.slots]
-    is_direct = [s.is_direct for s in layout.slots]
+    is_direct = [index in layout.direct for index in range(len(layout.slots))]
     one = plan_layout(small, layout.world, is_direct)
     other = plan_layout(large, layout.world, is_direct)
     for a, b in zip(one.slots, other.slots, strict=True):
@@ -118,7 +118,8 @@ def test_slots_can_serve_two_worlds(some: list[Slot], worlds: tuple[int, int]) -
 def test_in_a_world_of_one_the_unsharded_buffer_is_the_shard_buffer(some: list[Slot]) -> None:
     layout = plan_layout(some, 1, [False] * len(some))
     assert layout.unsharded_bytes == layout.shard_bytes
-    assert all(s.slot_offset == s.shard_offset and s.is_direct for s in layout.slots)
+    assert all(s.slot_offset == s.shard_offset for s in layout.slots)
+    assert set(layout.direct) == set(range(len(some)))
 
 
 def test_a_layout_reads_like_its_picture() -> None:
@@ -132,9 +133,9 @@ def test_a_layout_reads_like_its_picture() -> None:
     layout = planned(some, 4, 32)
     lines = [
         f"{'x'.join(map(str, s.shape)) or 'scalar':>6} {s.kind:>4}"
-        f" {'direct' if s.is_direct else 'strided' if s.is_strided else 'packed':>7}"
+        f" {'direct' if index in layout.direct else 'strided' if s.is_strided else 'packed':>7}"
         f" shard {s.shard_offset:>3} +{s.chunk_bytes:<3} slot {s.slot_offset:>3} +{s.slot_bytes}"
-        for s in layout.slots
+        for index, s in enumerate(layout.slots)
     ]
     lines.append(f"shard {layout.shard_bytes} bytes, unsharded {layout.unsharded_bytes}")
     assert_expected_inline(

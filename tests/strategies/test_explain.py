@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, MixedPrecisionPolicy, explain, fully_shard
-from shardwise.buckets.bucket import ShardStorage
+from shardwise.comm.buffers import ShardStorage
 from shardwise.observe import memory_snapshot
 from shardwise.policies import ShardPlacementResult
 

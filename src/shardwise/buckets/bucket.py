@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, ShardStorage, all_start_at
+from shardwise.buckets.sharded_gradients import BucketReduction, ShardedGradients, all_start_at
 from shardwise.comm.buffers import (
     AllGather,
     FlatShard,
     InPlaceAllGather,
     LocalViews,
+    ShardStorage,
     UnshardedBuffer,
     bytes_of,
     cast_buffer,

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.buckets.bucket import Bucket, ShardStorage, UnshardedBucket
-from shardwise.comm.buffers import bytes_of
+from shardwise.buckets.bucket import Bucket, UnshardedBucket
+from shardwise.comm.buffers import ShardStorage, bytes_of
 from shardwise.comm.streams import CommStream, Finish, nothing
 from shardwise.layout.chunks import round_up
 from shardwise.layout.mesh import ShardMesh

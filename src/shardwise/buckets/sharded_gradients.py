@@ -15,9 +15,8 @@ tensors that the bucket has made, by weak references: ``zero_grad()`` frees them
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import attrgetter, call, is_, is_not, itemgetter, or_, sub
+from dataclasses import replace
+from operator import attrgetter, call, is_, itemgetter, or_, sub
 from typing import Any
 
 import torch
@@ -25,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.buffers import LocalViews, typed_range
+from shardwise.comm.buffers import LocalViews, ShardStorage, typed_range
 from shardwise.comm.communicators import Communication
 from shardwise.comm.reduction import Hook, ReduceScatter, Reduction, SecondStage
 from shardwise.comm.streams import CommStreams
+from shardwise.layout.nested import is_not_none
 from shardwise.layout.slots import Layout
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
@@ -37,8 +37,6 @@ from shardwise.torch_compat import dtensor, tensor_impl
 _sharded, _gradient = attrgetter("sharded"), attrgetter("grad")
 _gradient_spec = attrgetter("gradient_spec")
 _ONLY_DTENSORS = {DTensor}
-is_not_none = partial(is_not, None)
-"""True for anything except None; a map over tensors with it runs in C, where ``in`` would compare them."""
 
 
 class ShardedGradients:
@@ -172,14 +170,6 @@ def all_start_at(tensors: Sequence[Tensor], offsets: Sequence[int], start: int) 
 
 
 # --- reductions -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardStorage:
-    """Where sharded parameters and their gradients are stored."""
-
-    device: torch.device
-    is_pinned: bool = False
 
 
 class BucketReduction:

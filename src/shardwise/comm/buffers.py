@@ -13,6 +13,7 @@ Buffers of bytes; each parameter sees its own range in its own dtype. What may b
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_, sub
 from sys import getrefcount
@@ -26,6 +27,14 @@ from shardwise.comm.communicators import Communicator
 from shardwise.comm.streams import BufferPool, CommStream, Finish, Scratch, nothing
 from shardwise.layout.slots import Layout, Slot
 from shardwise.torch_compat import foreach, tensor_impl
+
+
+@dataclass(frozen=True)
+class ShardStorage:
+    """Where sharded parameters and their gradients are stored."""
+
+    device: torch.device
+    is_pinned: bool = False
 
 
 class FlatShard:

@@ -221,7 +221,8 @@ class BackendCollectives(Communicator):
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pg, is_async=device.type == "cpu")
         self.smallest_part_bytes = self.smallest_part_on(device, self._world)
-        # The bare calls: a wrapper around each would take as long as its arguments do.
+        # The bare calls, ``all_gather_single`` and ``reduce_scatter_single`` since torch 2.13: a wrapper
+        # around each would take as long as its arguments do.
         self._gather, self._scatter = getattr(pg, c10d.ALL_GATHER), getattr(pg, c10d.REDUCE_SCATTER)
         self._gather_options = c10d.all_gather_options(self._is_async)
         self._can_coalesce = True

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from shardwise.engine.calls import Call
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_EARLIER_BACKWARD, IN_USE
+from shardwise.groups.gradients import Listener
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, PENDING, REDUCING, UNSHARDED
 from shardwise.ranks.failures import monitor_of_job
@@ -470,22 +471,31 @@ def graph_task(root: Root) -> GraphTask:
     return root.backward.task_of(number)  # type: ignore[no-any-return]
 
 
-def gradient_arrived(root: Root, group: ParameterGroup) -> None:
-    """A gradient of ``group`` has arrived; record whether it comes from a nested backward."""
-    graph_task(root)
-    if len(root.backward.tasks) > 1:
-        group.gradients.come_nested = True
+class GradientListener(Listener):
+    """What gradients of ``group`` that arrive mean for the backward of ``root``."""
 
+    def __init__(self, root: Root, group: ParameterGroup) -> None:
+        self._root = root
+        self._group = group
 
-def gradients_complete(root: Root, group: ParameterGroup) -> None:
-    """The gradients of all trainable parameters of ``group`` have arrived."""
-    settings = group.settings
-    # Ranks that use different parameters reduce at a point common to all of them: the end of backward.
-    if settings.requires_gradient_sync and not settings.ranks_may_differ:
-        root.reductions.reduce(group)  # BackwardPass.reduce, inlined to save a call
-        root.backward.reduced.add(group)
-    if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
-        root.backward.prefetch_after(group)
+    def arrived(self) -> None:
+        """The backward may be one that nothing has announced, or a nested one."""
+        graph_task(self._root)
+        if self._group.policy.backward_prefetch == "after" and len(self._root.backward.tasks) > 1:
+            self._group.gradients.come_nested = True
+
+    def part_complete(self) -> None:
+        """Reduce the part."""
+        self._root.reductions.send_ready(self._group)
+
+    def complete(self) -> None:
+        """Reduce; ranks that use different parameters do so at the end of backward, common to all of them."""
+        root, group, settings = self._root, self._group, self._group.settings
+        if settings.requires_gradient_sync and not settings.ranks_may_differ:
+            root.reductions.reduce(group)  # BackwardPass.reduce, inlined to save a call
+            root.backward.reduced.add(group)
+        if settings.backward_prefetch is None and group.policy.backward_prefetch == "after":
+            root.backward.prefetch_after(group)
 
 
 # --- nodes that a backward creates --------------------------------------------------------------------

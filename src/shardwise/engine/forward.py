@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.streams import is_captured
 from shardwise.engine.backward import graph_task
 from shardwise.engine.calls import ANNOUNCED, FAILED, NO_BACKWARD, UNANNOUNCED, Call, Outcome
@@ -38,7 +37,7 @@ from shardwise.engine.unsharded_groups import (
 )
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
-from shardwise.layout.nested import NotAContainer, find_tensors, map_tensors, replace_tensors
+from shardwise.layout.nested import NotAContainer, find_tensors, is_not_none, map_tensors, replace_tensors
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, nn_modules, tensor_impl
 from shardwise.torch_compat.autograd import with_layers

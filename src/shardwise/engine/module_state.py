@@ -1,17 +1,15 @@
 """The state on a sharded module: its parameter group, and the root that drives it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shardwise.arguments import check_module, check_type, describe
-from shardwise.engine.backward import gradient_arrived, gradients_complete, graph_task
+from shardwise.engine.backward import GradientListener
 from shardwise.engine.root import Root
 from shardwise.engine.unsharded_groups import IN_USE
-from shardwise.groups.gradients import Listener
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SHARDED
 from shardwise.torch_compat import dynamo, nn_modules
@@ -143,18 +141,6 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
     group.plan_changed = group.gradients.left_out_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
-    # The first gradient may come from a backward that nothing has announced.
-    arrived: Callable[[], Any] = partial(graph_task, root)
-    if group.policy.backward_prefetch == "after":
-        arrived = partial(gradient_arrived, root, group)
-    group.gradients.listener = Listener(
-        arrived=arrived,
-        part_complete=partial(_send_ready, root, group),
-        complete=partial(gradients_complete, root, group),
-    )
+    group.gradients.listener = GradientListener(root, group)
     if group.unsharded.state is not SHARDED:
         root.unsharded_groups.reasons[group] = other.unsharded_groups.reasons.get(group, IN_USE)
-
-
-def _send_ready(root: Root, group: ParameterGroup) -> None:
-    root.reductions.send_ready(group)

@@ -3,13 +3,14 @@
 Kept groups need no communication. All ranks together unshard the others in each forward, so a rank that runs
 fewer forwards must take part in the remaining all-gathers. Before each forward, ranks exchange whether they
 run it or have left. Once a rank has left, the others announce each all-gather before they begin it, as they
-also do in their first forward:
+also do in their first two forwards:
 
     rank 0    runs    runs, announces a, b       has left    all have left
     rank 1    runs    has left, joins in a, b    has left    all have left
 
 If a forward fails on one rank before any has left, the other ranks still issue all-gathers that they do not
-announce. The failed rank takes part by replaying those of its last forward.
+announce. The failed rank takes part by replaying those of its last forward, which must be one with prefetch:
+without, as in the first forward, groups that are used twice are unsharded in another order.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ class Inference(Feature):
         self._axes = axes = shard_axes_of(entered)
         self._wait = Wait("next forward inside inference()", root.name, lambda: axes)
         self._communicates = any(group not in kept for group in entered)
-        self._plan: list[ParameterGroup] | None = None  # groups that the last forward unsharded, in order
+        self._plan: list[ParameterGroup] | None = None  # what the last forward unsharded, in order
+        self._prefetches = False  # in this forward: an earlier one has recorded the order
         self._issued: list[ParameterGroup] | None = None  # the same for a running or failed one
         self._announces = False
         self._refusal: str | None = None  # why the unsharded parameters can no longer be used
@@ -57,6 +59,7 @@ class Inference(Feature):
         self._make_good()
         self._check_weights()
         self._issued = []
+        self._prefetches = bool(self.root.prefetch.forward_order.planned)
         if self._communicates:
             _, self._announces = self._tell(runs=True)
 
@@ -70,7 +73,7 @@ class Inference(Feature):
     def forward_ended(self, outcome: Outcome) -> None:
         """Expect the next forward to unshard the same groups, unless this one failed."""
         if self._issued is not None and outcome is not FAILED:
-            self._plan, self._issued = self._issued, None
+            self._plan, self._issued = self._issued if self._prefetches else None, None
             if self._announces:
                 self._announce(0)
 

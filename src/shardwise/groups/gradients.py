@@ -16,7 +16,7 @@ small groups.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.comm.reduction import GradientPart, Reduction
 from shardwise.comm.streams import CommStreams, nothing
 from shardwise.groups.shards import Shards
@@ -41,6 +40,7 @@ from shardwise.groups.states import (
     refuse_step,
 )
 from shardwise.groups.unsharded import Observer, Unsharded
+from shardwise.layout.nested import is_not_none
 from shardwise.params.parameter import Param
 from shardwise.ranks.activity import Wait
 from shardwise.torch_compat import autograd, dynamo, tensor_impl
@@ -114,22 +114,17 @@ _DENSE = {torch.strided}
 _MOST_LEFT_OUT = 16  # sets of parameters that ranks compare: ever new ones would cost every step
 
 
-Tell = Callable[[], None]
-
-
 class Listener:
-    """Callbacks for events of the gradients of one group; they decide when to act.
+    """Hears of the gradients of one group, and decides when to act: see engine/backward.py."""
 
-    ``arrived``: the first gradient of a backward has arrived, or each one if requested. ``part_complete``:
-    some may be reduced before the others. ``complete``: those of all trainable parameters have arrived.
-    """
+    def arrived(self) -> None:
+        """The first gradient of a backward has arrived, or another one, if requested."""
 
-    def __init__(
-        self, arrived: Tell = nothing, part_complete: Tell = nothing, complete: Tell = nothing
-    ) -> None:
-        self.arrived = arrived
-        self.part_complete = part_complete
-        self.complete = complete
+    def part_complete(self) -> None:
+        """The gradients of a part have arrived: they may be reduced before the others."""
+
+    def complete(self) -> None:
+        """The gradients of all trainable parameters have arrived."""
 
 
 class Gradients:

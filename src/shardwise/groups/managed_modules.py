@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.buckets.sharded_gradients import is_not_none
 from shardwise.layout.fqns import clean, joined
+from shardwise.layout.nested import is_not_none
 from shardwise.params.parameter import name_of_replaced
 from shardwise.torch_compat import nn_modules
 

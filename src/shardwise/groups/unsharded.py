@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.buckets.bucket import UnshardedBucket
-from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish
+from shardwise.comm.streams import CommStream, CommStreams, CommWork, Finish, all_of
 from shardwise.groups.shards import Shards
 from shardwise.groups.states import (
     PARTLY,
@@ -445,18 +445,13 @@ def refuse_summoned(name: str, what: str, instead: str = "Leave the context firs
 
 def _start_all_gathers(stream: CommStream, buckets: Sequence[UnshardedBucket]) -> Finish:
     finishes: list[Finish] = []
-
-    def finish() -> None:
-        for each in finishes:
-            each()
-
     try:
         for bucket in buckets:
             finishes.append(bucket.start_all_gather(stream))
     except BaseException:
-        finish()  # all ranks issued these; dropped, they would block later collectives
+        all_of(finishes)()  # all ranks issued these; dropped, they would block later collectives
         raise
-    return finish
+    return all_of(finishes)
 
 
 def _is_renormalised(param: Param) -> bool:

@@ -8,7 +8,8 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_
+from functools import partial
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ _LEAVES = (
     *(types.ModuleType, types.FunctionType, types.MethodType),
 )
 _MAX_DEPTH = 8
+
+is_not_none = partial(is_not, None)
+"""True for anything except None; a map over tensors with it runs in C, where ``in`` would compare them."""
 
 
 class NotAContainer(TypeError):

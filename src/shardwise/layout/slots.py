@@ -60,7 +60,6 @@ class Slot:
     granule: int
     dim: int = 0
     world: int = 1
-    is_direct: bool = False
     shard_offset: int = 0
     slot_offset: int = 0
 
@@ -228,9 +227,7 @@ def plan_layout(
     shard_offset = slot_offset = packed_start = 0
     for position, index in enumerate(direct + packed + strided):
         slot = slots[index]
-        placed[index] = replace(
-            slot, is_direct=position < len(direct), shard_offset=shard_offset, slot_offset=slot_offset
-        )
+        placed[index] = replace(slot, shard_offset=shard_offset, slot_offset=slot_offset)
         shard_offset += slot.padded_bytes
         other = slot if slots_serve is None else replace(slot, world=slots_serve)
         room = max(slot.slot_bytes, other.slot_bytes)

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.arguments import describe
-from shardwise.buckets.bucket import Bucket, ShardStorage
+from shardwise.buckets.bucket import Bucket
 from shardwise.buckets.extension import ExtensionBucket, check_protocol, needs_own_bucket
+from shardwise.comm.buffers import ShardStorage
 from shardwise.engine.module_state import sharded_module_states
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import ParameterGroup, Tie

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.arguments import check_flags, check_type, describe
-from shardwise.buckets.bucket import ShardStorage
+from shardwise.comm.buffers import ShardStorage
 from shardwise.engine.module_state import under_compile
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import ParameterGroup
