@@ -480,7 +480,9 @@ class GradientListener(Listener):
 
     def arrived(self) -> None:
         """The backward may be one that nothing has announced, or a nested one."""
-        graph_task(self._root)
+        backward = self._root.backward
+        if backward is None or backward.tasks[-1].number != autograd.current_graph_task_id():
+            graph_task(self._root)  # only now, to save a call
         if self._group.policy.backward_prefetch == "after" and len(self._root.backward.tasks) > 1:
             self._group.gradients.come_nested = True
 
