@@ -1,6 +1,6 @@
 """What the caller changes after fully_shard is not lost in silence.
 
-Between a forward and its backward, while gradients wait, and where parameters join.
+Inside a forward, between it and its backward, while gradients wait, and where parameters join.
 """
 
 from functools import partial
@@ -21,7 +21,93 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from towers import backward, sharded_tower
 
+import shardwise
 from shardwise import fully_shard
+
+# --- inside a forward -----------------------------------------------------------------------------
+
+
+class Changing(nn.Module):
+    """Changes what comes next by the time it may have been prefetched, or is in memory since an earlier call."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.twin, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.how = how
+        if how != "trained":
+            self.twin.requires_grad_(how == "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.twin(x) if self.how == "frozen" else x
+        found = torch.tanh(self.first(found))
+        if self.how == "frozen":
+            self.twin.requires_grad_(False)
+        else:
+            with torch.no_grad():
+                for average, weight in zip(self.twin.parameters(), self.first.parameters(), strict=True):
+                    average.lerp_(weight, 0.5)
+        found = self.twin(found)
+        if self.how == "frozen":
+            self.twin.requires_grad_(True)
+        return self.last(found)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("how", ["averaged", "trained", "frozen"])
+@same_as_plain(1, 2)
+def test_a_forward_that_changes_what_it_uses_next_computes_with_the_change(
+    side: Side, how: str, reshards: bool
+) -> None:
+    """Momentum encoders are averaged, and critics frozen, in the forward that calls them next."""
+    torch.manual_seed(0)
+    model = Changing(how).double()
+    side.shard(*model.children(), model, reshard_after_forward=reshards)
+    trained(side, model)
+
+
+@pytest.mark.parametrize(
+    ("world", "how"), [(1, "frozen"), (2, "frozen"), (1, "averaged")], indirect=["world"], ids=str
+)
+@same_as_plain()
+def test_a_forward_may_change_modules_of_its_own_group(side: Side, how: str) -> None:
+    torch.manual_seed(0)
+    model = Changing(how).double()
+    trained(side, side.shard(model))
+
+
+def trained(side: Side, model: nn.Module) -> None:
+    side.steps(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
+    with torch.no_grad():
+        for step in range(2):
+            side.note_mean(f"evaluated {step}", model(side.inputs(step)).mean())
+    side.note_parameters(model)
+
+
+@on_ranks(2)
+def test_a_forward_that_changes_frozen_weights_of_its_own_group_is_refused() -> None:
+    """They were unsharded with those of the others, and plain PyTorch would compute with the change."""
+    model = fully_shard(Changing("averaged").double())
+    assert_expected_inline(
+        refusal(partial(model, random_batch(0, 4))),
+        """RuntimeError: twin.weight, twin.bias: changed after 'Changing' was unsharded, by the forward that now calls Linear, which would compute with the old values. Call fully_shard on this Linear, before the module around it; or change weights between forwards.""",
+    )
+    model.how = "trained"
+    model.twin.requires_grad_(True)
+    model(random_batch(0, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_forward_that_changes_weights_inside_inference_is_refused() -> None:
+    model = Changing("averaged").double()
+    for module in (*model.children(), model):
+        fully_shard(module)
+    with shardwise.inference(model, budget_bytes=0):
+        model(random_batch(0, 4))
+        refused = refusal(partial(model, random_batch(1, 4)))
+    assert_says(refused, "RuntimeError: twin", "changed by a forward inside inference()", "outside of it")
+
+
+# --- between passes -------------------------------------------------------------------------------
 
 
 @on_ranks(2)

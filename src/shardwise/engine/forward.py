@@ -36,7 +36,7 @@ from shardwise.engine.unsharded_groups import (
     IN_USE,
 )
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import PARTLY, UNSHARDED, UNSHARDING
+from shardwise.groups.states import PARTLY, SHARDED, UNSHARDED, UNSHARDING
 from shardwise.layout.nested import NotAContainer, find_tensors, is_not_none, map_tensors, replace_tensors
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, nn_modules, tensor_impl
@@ -133,6 +133,8 @@ class ForwardPass:
                 prefetch.reshard_skipped(skipped, group)
             self._entered.append(group)
         held.claim(group, IN_USE)  # not held.unshard, to save a call before the all-gather
+        if group.unsharded.state is not SHARDED and not group.shards.are_as(group.unsharded.versions):
+            self._adopt_changes(group)
         group.unsharded.unshard()
         for other in held.unsharded_with.get(group, ()):
             held.unshard(other, held.reasons.get(other) or IN_USE)
@@ -143,6 +145,21 @@ class ForwardPass:
         if root.observer is not None:
             root.observer("forward", group.name)
         return call
+
+    def _adopt_changes(self, group: ParameterGroup) -> None:
+        """Forward has changed or frozen shards of ``group`` since it was unsharded, perhaps ahead of use."""
+        held = self._root.unsharded_groups
+        if not self._root.ranks_run_alike:
+            raise RuntimeError(
+                f"{group.name}: its parameters were changed by a forward inside inference(), in which other "
+                "ranks may run other forwards. Change them outside of it."
+            )
+        group.adopt_freezing()
+        if group.unsharded.are_shards:
+            group.unsharded.sync_versions()
+        elif group.unsharded.shards_changed():
+            held.reshard(group)
+            held.claim(group, IN_USE)
 
     def exit(self, call: Call, outcome: Outcome) -> None:
         """The module of ``call`` has run: reshard its group, unless it is kept."""
@@ -218,6 +235,9 @@ class ForwardPass:
             held.end_pass(AHEAD)
         else:
             held.end_pass(AHEAD, IN_USE, FOR_BACKWARD)  # no backward will come that needs them
+        for group in held.reasons:  # what forward has changed itself
+            if group.unsharded.are_shards and group.unsharded.shards_changed():
+                group.unsharded.sync_versions()
         if outcome is FAILED:
             held.awaits_backward = False
         if root.lazy_init.streams.are_device_streams:

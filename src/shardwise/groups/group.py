@@ -253,6 +253,12 @@ class ParameterGroup:
             self._sync_requires_grad()
             self.changes_adopted()
 
+    def adopt_freezing(self) -> None:
+        """Adopt parameters that a forward has frozen or unfrozen, perhaps only for now: ranks compare them
+        before the next forward."""
+        if self.gradients.state is not PENDING and not self.shards.are_as_trainable():
+            self._sync_requires_grad()
+
     def _sync_requires_grad(self) -> None:
         """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these."""
         for param in self.shards.params:

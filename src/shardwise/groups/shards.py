@@ -102,6 +102,15 @@ class Shards:
         with tensor_impl.plain_access():
             return list(map(_wants_gradient, self._sharded)) == self._trained
 
+    def are_as(self, versions: list[int]) -> bool:
+        """True if their ``versions`` are these, and none was frozen or unfrozen. One call, to save time."""
+        version = tensor_impl.version
+        with tensor_impl.plain_access():
+            if list(map(_wants_gradient, self._sharded)) != self._trained:
+                return False
+            counted = map(add, map(version, self._sharded), map(version, self._locals))
+            return list(map(add, counted, self._version_bases)) == versions
+
     def versions(self) -> list[int]:
         """A number for each, which grows with every in-place change that torch counts."""
         with tensor_impl.plain_access():

@@ -117,7 +117,8 @@ class Unsharded:
         self.are_shards = False
         """Whether they are the shards, as on a rank that is alone."""
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where modules see them
-        self._versions: list[int] = [0] * len(self._shards.params)  # of the shards that were all-gathered
+        self.versions: list[int] = [0] * len(self._shards.params)
+        """Of the shards that were all-gathered last."""
         for param in self._shards.params:
             param.unsharded = None
 
@@ -182,7 +183,7 @@ class Unsharded:
             return
         state = UNSHARD_STATES.get((self.state, "unshard")) or self._refuse("unshard")
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self._versions = self._shards.versions()
+            self.versions = self._shards.versions()
         if self.observer is not None:
             self.observer("unshard", self._shards.name)
         stream, buckets = self.streams.all_gather, self.buckets
@@ -209,7 +210,7 @@ class Unsharded:
         self._finish_all_gather()
         if self._keeps_parts:
             self._free_parts()
-        autograd.set_versions(self.full_params, self._versions)  # their contents are those of the shards
+        autograd.set_versions(self.full_params, self.versions)  # their contents are those of the shards
         self.show()
         self.state = state
 
@@ -349,15 +350,15 @@ class Unsharded:
 
     def sync_versions(self) -> None:
         """Adopt the versions of the shards, whose contents are equal."""
-        self._versions = [param.version() for param in self._shards.params]
+        self.versions = [param.version() for param in self._shards.params]
         if self.state is UNSHARDED:
-            autograd.set_versions(self.full_params, self._versions)
+            autograd.set_versions(self.full_params, self.versions)
 
     def shards_changed(self) -> list[str]:
         """Names of parameters whose shards have changed since the all-gather."""
-        if self._shards.versions() == self._versions:
+        if self._shards.versions() == self.versions:
             return []
-        rows = zip(self._shards.params, self._versions, strict=True)
+        rows = zip(self._shards.params, self.versions, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
 
     def refuse_changed_shards(self) -> None:
@@ -375,9 +376,9 @@ class Unsharded:
         for bucket in self.buckets:
             changed += bucket.relocated_params()
         versions = list(map(tensor_impl.version, self.full_params))
-        if versions == self._versions:
+        if versions == self.versions:
             return changed
-        for param, now, before in zip(self._shards.params, versions, self._versions, strict=True):
+        for param, now, before in zip(self._shards.params, versions, self.versions, strict=True):
             # Each forward renormalises a frozen embedding, always with the same result.
             if now != before and (param.sharded.requires_grad or not _is_renormalised(param)):
                 changed.append(param.fqn)
