@@ -52,6 +52,21 @@ class Changing(nn.Module):
         return self.last(found)
 
 
+class Followed(nn.Module):
+    """A frozen module follows another at the end of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twin = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x) + self.twin(x)
+        with torch.no_grad():
+            for average, weight in zip(self.twin.parameters(), self.first.parameters(), strict=True):
+                average.lerp_(weight, 0.5)
+        return found
+
+
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("how", ["averaged", "trained", "frozen"])
 @same_as_plain(1, 2)
@@ -81,6 +96,13 @@ def trained(side: Side, model: nn.Module) -> None:
         for step in range(2):
             side.note_mean(f"evaluated {step}", model(side.inputs(step)).mean())
     side.note_parameters(model)
+
+
+@same_as_plain(1, 2)
+def test_a_forward_may_change_frozen_weights_at_its_end(side: Side) -> None:
+    torch.manual_seed(0)
+    model = Followed().double()
+    trained(side, side.shard(model))
 
 
 @on_ranks(2)

@@ -203,7 +203,9 @@ def test_small_and_large_gradients_are_one_tensor_and_freed_once_they_are_cleare
     torch.testing.assert_close(clip_grad_norm_(model, 0.5), norm, rtol=0, atol=1e-10)
     assert model.weight.grad.full_tensor().norm().item() == pytest.approx(0.5, abs=1e-5)
     model.zero_grad()
-    model(random_batch(0, 4, width)).pow(2).sum().backward()  # threads of gloo may still hold what was gathered
+    model(random_batch(0, 4, width)).pow(
+        2
+    ).sum().backward()  # threads of gloo may still hold what was gathered
     refs = [weakref.ref(model.weight.grad), weakref.ref(model.weight.grad._local_tensor)]
     model.zero_grad()
     assert [ref() for ref in refs] == [None, None]

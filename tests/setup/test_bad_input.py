@@ -1,6 +1,7 @@
 """Modules and parameters that cannot be sharded are refused, in words that help, and stay as they were."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -88,6 +89,46 @@ REFUSED: dict[str, Refused] = {
         lambda model: fully_shard(model.blocks[1].up), *BOTTOM_UP, "blocks.1, which", "blocks.1.up", **AGAIN
     ),
 }
+
+
+# --- what parameters lie in -----------------------------------------------------------------------
+
+
+def tower_over_one_memory() -> nn.Module:
+    model = tower()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    return model
+
+
+def tie(model: nn.Module) -> nn.Module:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
+REFUSED |= {
+    "two parameters over the same memory": refused(
+        shard_root,
+        "ValueError: blocks.0.up.weight and blocks.1.up.weight are two parameters over the same memory. Sharded "
+        "they would be trained apart. Assign one parameter to both places to tie them, or clone one.",
+        **{
+            "build": tower_over_one_memory,
+            "then": lambda model: fully_shard(tie(model)),
+            "plain": lambda: tie(tower()),
+        },
+    ),
+}
+
+
+@on_ranks(1)
+def test_a_module_that_torch_jit_compiled_is_refused() -> None:
+    model = tower()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        model.blocks[1].up = torch.jit.script(model.blocks[1].up)
+    before = list(model.parameters())
+    told = refusal(fully_shard, model)
+    assert_says(told, "NotImplementedError: Tower: blocks.1.up.weight", "torch.jit", "compiled from")
+    assert list(map(id, model.parameters())) == list(map(id, before))
 
 
 # --- torch's own fully_shard and replicate --------------------------------------------------------

@@ -356,8 +356,10 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
             tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
+    if aside := group.side_tensors.find():
+        group.refuse_kept_views(aside)
     # Inputs again: one that was changed in place has a new node.
-    nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
+    nodes = _nodes_of((*tensors, *aside, *given, *inside))
     for node in call.input_nodes or ():  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:

@@ -10,7 +10,7 @@
 decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,6 +328,22 @@ class ParameterGroup:
             "gradients, so they would stay this rank's own and the ranks would drift apart. Add parameters "
             "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
         )
+
+    def refuse_kept_views(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse views of unsharded parameters among ``tensors``, which forward has stored on modules."""
+        if self.unsharded.are_shards:
+            return
+        if views := {id(tensor) for tensor in tensors if self.unsharded.owns(tensor)}:
+            names = [
+                f"{type(module).__name__}.{name}"
+                for module in self.managed_modules
+                for name, value in vars(module).items()
+                if id(value) in views
+            ]
+            raise RuntimeError(
+                f"{listed(names)}: forward assigned a view of an unsharded parameter to this attribute. Its "
+                f"memory is freed after the forward of '{self.name}'. Keep a copy (.clone())."
+            )
 
     # --- ignored parameters -----------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ common group owns it.
     fully_shard(model)   contains both: the weight moves here, and stands at both places
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -34,7 +34,7 @@ from shardwise.layout.precision import PrecisionRule, precision_of
 from shardwise.params.parameter import Param, Site, name_of_replaced
 from shardwise.policies import CommPolicy, DataParallelMeshDims
 from shardwise.setup.validation import class_name
-from shardwise.torch_compat import dtensor, nn_modules
+from shardwise.torch_compat import dtensor, nn_modules, tensor_impl
 
 
 def modules_to_manage(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -83,6 +83,7 @@ class Found:
                     self._add(param, Site(module, name, joined(names[module], name)), ignored)
         for param, sites in self.params.items():
             _check_param(param, f"{class_name(modules[0])}: {sites[0].fqn}", sites[0].module)
+        _refuse_shared_memory(self.params)
 
     def _add(self, param: nn.Parameter, site: Site, ignored: set[int]) -> None:
         if id(param) in ignored:
@@ -93,7 +94,26 @@ class Found:
             self.params.setdefault(param, []).append(site)
 
 
+def _refuse_shared_memory(params: Mapping[nn.Parameter, Sequence[Site]]) -> None:
+    """Refuse two parameters over the same memory: each would get shards of its own."""
+    found: dict[int, str] = {}
+    for param, sites in params.items():
+        content = dtensor.plain(param)
+        if type(content) in (Tensor, nn.Parameter) and tensor_impl.has_memory(content):
+            first = found.setdefault(content.data_ptr(), sites[0].fqn) if content.numel() else sites[0].fqn
+            if first != sites[0].fqn:
+                raise ValueError(
+                    f"{first} and {sites[0].fqn} are two parameters over the same memory. Sharded they would "
+                    "be trained apart. Assign one parameter to both places to tie them, or clone one."
+                )
+
+
 def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotImplementedError(
+            f"{where} is in a module that torch.jit compiled, whose code does not read what is put in its "
+            "place. Shard the module that it was compiled from."
+        )
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"{where} is not initialised: the module is lazy and does not know its shape yet. Run one "
