@@ -68,8 +68,8 @@ def save_checkpoint(
 
     Collective over all ranks of the default process group, including those that have no part of the model.
     The checkpoint is written beside `path`, synced to disk, and moved to `path` when all ranks have written;
-    until then, `path` has the earlier one. The folder is one of `torch.distributed.checkpoint`, with the keys
-    of torch's recipe, `{"model": ..., "optimizer": ...}`.
+    until then, `load_checkpoint(path)` reads the earlier one. The folder is one of
+    `torch.distributed.checkpoint`, with the keys of torch's recipe, `{"model": ..., "optimizer": ...}`.
 
     Args:
         path: a folder on a file system that all ranks see, the same path on all of them.

@@ -155,23 +155,23 @@ def dry_run(training: Training, shape: dict[str, int], shard: Callable[[nn.Modul
         keeps_after_backward = any(not group.settings.reshard_after_backward for group in groups)
         with tensor_impl.fake_tensors(), RecordingMode(log):
             make_fake(model)
-            step = _Rehearsal(model, groups, training, log)
+            rehearsal = _Rehearsal(model, groups, training, log)
             for root in dict.fromkeys(module_state.root for module_state in module_states):
-                root.observe(step.observe)
+                root.observe(rehearsal.observe)
             for _ in range(1 + keeps_after_backward):
-                step.run()
+                rehearsal.run()
             if not training.on_host:
                 _free_as_devices_do(groups)
             log.marks.clear()
             sent.clear()
             log.flops = log.recomputed_flops = 0
-            step.run()
+            rehearsal.run()
             log.look()
     return Step(
         list(moments(log.allocations, log.marks[0][0], log.now)),
         log.marks,
         dict(sent),
-        step.flops,
+        rehearsal.flops,
         log.recomputed_flops,
         [group.name for group in groups],
         max(sum(bucket.flat_shard.bytes.nbytes for bucket in group.buckets) for group in groups),

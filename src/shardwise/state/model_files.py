@@ -3,7 +3,8 @@
 They are read by slices, and written by several ranks at once:
 
     rank 0   model-00001-of-00003.safetensors   model-00003-of-00003.safetensors
-    model.safetensors.index.json rank 1   model-00002-of-00003.safetensors
+             model.safetensors.index.json
+    rank 1   model-00002-of-00003.safetensors
 
 Each tensor goes, full, to the rank that writes its file, and to no other. No file has its final name before
 all of it is on the disk.
