@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparing import assert_all_same
 from custom_comms import ReduceScatter
 from expecttest import assert_expected_inline
@@ -111,7 +112,7 @@ def test_a_forward_that_changes_frozen_weights_of_its_own_group_is_refused() -> 
     model = fully_shard(Changing("averaged").double())
     assert_expected_inline(
         refusal(partial(model, random_batch(0, 4))),
-        """RuntimeError: twin.weight, twin.bias: changed after 'Changing' was unsharded, by the forward that now calls Linear, which would compute with the old values. Call fully_shard on this Linear, before the module around it; or change weights between forwards.""",
+        """RuntimeError: twin.weight: changed after 'Changing' was unsharded, so that its module would compute with the old values. Call fully_shard on the module that forward changes, before the module around it; or change weights between forwards.""",
     )
     model.how = "trained"
     model.twin.requires_grad_(True)
@@ -119,14 +120,31 @@ def test_a_forward_that_changes_frozen_weights_of_its_own_group_is_refused() -> 
 
 
 @on_ranks(2)
+def test_a_freeze_in_a_forward_of_one_rank_is_told_in_the_next() -> None:
+    model = Changing("trained").double()
+    for module in (*model.children(), model):
+        fully_shard(module)
+    for _ in range(2):
+        model(random_batch(0, 4)).sum().backward()
+    handle = model.first.register_forward_hook(
+        lambda *_: model.twin.requires_grad_(dist.get_rank() == 0) and None
+    )
+    model(random_batch(0, 4))
+    handle.remove()
+    assert_says(refusal(partial(model, random_batch(1, 4))), "plan has changed", "twin.weight: requires_grad")
+
+
+@on_ranks(2)
 def test_a_forward_that_changes_weights_inside_inference_is_refused() -> None:
-    model = Changing("averaged").double()
+    model = Changing("frozen").double()
     for module in (*model.children(), model):
         fully_shard(module)
     with shardwise.inference(model, budget_bytes=0):
-        model(random_batch(0, 4))
+        for _ in range(2):
+            model(random_batch(0, 4))  # to freeze is no change
+        model.how = "averaged"
         refused = refusal(partial(model, random_batch(1, 4)))
-    assert_says(refused, "RuntimeError: twin", "changed by a forward inside inference()", "outside of it")
+    assert_says(refused, "RuntimeError: twin", "changed by a forward", "inference()", "between forwards")
 
 
 # --- between passes -------------------------------------------------------------------------------

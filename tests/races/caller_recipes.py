@@ -139,6 +139,26 @@ def frozen() -> nn.Module:
 
 scenario("frozen parameters")(trained(model=frozen))
 
+
+class Averaging(Tower):
+    """Averages a frozen block in the forward that uses it next, just before it is prefetched."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2 * WIDTH)
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inlet(x))
+        with torch.no_grad():
+            for average, weight in zip(
+                self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True
+            ):
+                average.lerp_(weight, 0.5)
+        return self.outlet(self.blocks[2](self.blocks[1](x)))  # type: ignore[no-any-return]
+
+
+scenario("averaged in forward")(trained(model=Averaging))
+
 # --- other collectives ----------------------------------------------------------------------------
 
 

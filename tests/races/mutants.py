@@ -97,6 +97,7 @@ MUTANTS = [
     ),
     *_mutants(
         "wait_stream",
+        (*_GATHER, "averaged in forward"),
         ("BackwardPass.begin", "graph_task", "edits between forward and backward"),
         (*_FORWARD, "custom collectives"),
         (*_HOOK, "hook on its own stream"),

@@ -472,14 +472,14 @@ def graph_task(root: Root) -> GraphTask:
 
 
 class GradientListener(Listener):
-    """What gradients of ``group`` that arrive mean for the backward of ``root``."""
+    """Tells the backward of ``root`` when gradients of ``group`` arrive."""
 
     def __init__(self, root: Root, group: ParameterGroup) -> None:
         self._root = root
         self._group = group
 
     def arrived(self) -> None:
-        """The backward may be one that nothing has announced, or a nested one."""
+        """Begin a backward that nothing has announced; note a nested one."""
         backward = self._root.backward
         if backward is None or backward.tasks[-1].number != autograd.current_graph_task_id():
             graph_task(self._root)  # only now, to save a call
@@ -491,7 +491,7 @@ class GradientListener(Listener):
         self._root.reductions.send_ready(self._group)
 
     def complete(self) -> None:
-        """Reduce; ranks that use different parameters do so at the end of backward, common to all of them."""
+        """Reduce now; if ranks may use different parameters, at the end of backward, which all reach."""
         root, group, settings = self._root, self._group, self._group.settings
         if settings.requires_gradient_sync and not settings.ranks_may_differ:
             root.reductions.reduce(group)  # BackwardPass.reduce, inlined to save a call

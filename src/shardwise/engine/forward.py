@@ -37,6 +37,7 @@ from shardwise.engine.unsharded_groups import (
 )
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import PARTLY, SHARDED, UNSHARDED, UNSHARDING
+from shardwise.layout.fqns import listed
 from shardwise.layout.nested import NotAContainer, find_tensors, is_not_none, map_tensors, replace_tensors
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo, nn_modules, tensor_impl
@@ -149,15 +150,16 @@ class ForwardPass:
     def _adopt_changes(self, group: ParameterGroup) -> None:
         """Forward has changed or frozen shards of ``group`` since it was unsharded, perhaps ahead of use."""
         held = self._root.unsharded_groups
-        if not self._root.ranks_run_alike:
-            raise RuntimeError(
-                f"{group.name}: its parameters were changed by a forward inside inference(), in which other "
-                "ranks may run other forwards. Change them outside of it."
-            )
         group.adopt_freezing()
         if group.unsharded.are_shards:
             group.unsharded.sync_versions()
-        elif group.unsharded.shards_changed():
+        elif changed := group.unsharded.shards_changed():
+            if group in held.accompanying or not self._root.ranks_run_alike:
+                raise RuntimeError(
+                    f"{listed(changed, 4)}: changed by a forward after '{group.name}' was unsharded. Not all "
+                    "ranks may use it now (inference(), set_may_be_unused()), so that it cannot be unsharded "
+                    "again. Change weights between forwards."
+                )
             held.reshard(group)
             held.claim(group, IN_USE)
 
@@ -356,10 +358,8 @@ def _announce(module_state: ModuleState, call: Call, inputs: Any, output: Any) -
             tensors = [copies.get(id(t), t) for t in tensors]
     if not torch.is_grad_enabled():
         return output, NO_BACKWARD
-    if aside := group.side_tensors.find():
-        group.refuse_kept_views(aside)
     # Inputs again: one that was changed in place has a new node.
-    nodes = _nodes_of((*tensors, *aside, *given, *inside))
+    nodes = _nodes_of((*tensors, *group.side_tensors.find(), *given, *inside))
     for node in call.input_nodes or ():  # nodes of the inputs belong to earlier calls
         nodes.pop(node, None)
     if nodes:

@@ -141,6 +141,7 @@ def _take_over(root: Root, module_state: ModuleState) -> None:
         root.lazy_init.process_groups.take_over(other.lazy_init.process_groups)
     group.plan_changed = group.gradients.left_out_changed = root.plan_check.plan_changed
     group.changes_adopted = root.plan_check.changes_adopted
+    group.trained_changed = root.plan_check.trained_changed
     group.gradients.listener = GradientListener(root, group)
     if group.unsharded.state is not SHARDED:
         root.unsharded_groups.reasons[group] = other.unsharded_groups.reasons.get(group, IN_USE)

@@ -331,6 +331,11 @@ class PlanCheck:
         with gradients compares the plan again, if it differs."""
         self.is_agreed = False
 
+    def trained_changed(self) -> None:
+        """A forward has frozen or unfrozen parameters: the next one reads anew which are trained."""
+        self._trained = {}
+        self.is_agreed = False
+
     def changes_adopted(self) -> None:
         """Compare the plan in a pass: a group has adopted the caller's changes, and not communicated yet.
 

@@ -9,8 +9,9 @@ also do in their first two forwards:
     rank 1    runs    has left, joins in a, b    has left    all have left
 
 If a forward fails on one rank before any has left, the other ranks still issue all-gathers that they do not
-announce. The failed rank takes part by replaying those of its last forward, which must be one with prefetch:
-without, as in the first forward, groups that are used twice are unsharded in another order.
+announce. The failed rank takes part by replaying those of its last forward. That forward must have
+prefetched. Without prefetch, as in the first one, groups that are used twice are unsharded in a different
+order.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@
 decides *when* something happens to a group. The group knows *whether* that is allowed, and how.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +81,7 @@ class ParameterGroup:
         self.traced: Any = None  # facts of the last trace
         self.plan_changed: Callable[[], None] = nothing
         self.changes_adopted: Callable[[], None] = nothing
+        self.trained_changed: Callable[[], None] = nothing
         self.shards = Shards(name, buckets, mesh.device)
         self.unsharded = Unsharded(self.shards, self._prepare_unshard, self._adopt_freezing)
         self.gradients = Gradients(
@@ -256,8 +257,16 @@ class ParameterGroup:
     def adopt_freezing(self) -> None:
         """Adopt parameters that a forward has frozen or unfrozen, perhaps only for now: ranks compare them
         before the next forward."""
-        if self.gradients.state is not PENDING and not self.shards.are_as_trainable():
-            self._sync_requires_grad()
+        if self.shards.are_as_trainable():
+            return
+        if self.gradients.state is PENDING:
+            raise RuntimeError(
+                f"{self.name}: parameters were frozen or unfrozen in a forward that activation checkpointing "
+                "runs again, while gradients of their group arrive. Call fully_shard on the module that is "
+                "frozen, before the module around it; or freeze it outside of what is checkpointed."
+            )
+        self._sync_requires_grad()
+        self.trained_changed()
 
     def _sync_requires_grad(self) -> None:
         """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these."""
@@ -328,22 +337,6 @@ class ParameterGroup:
             "gradients, so they would stay this rank's own and the ranks would drift apart. Add parameters "
             "before fully_shard, call fully_shard on the new module, or freeze what is not to be trained."
         )
-
-    def refuse_kept_views(self, tensors: Iterable[Tensor]) -> None:
-        """Refuse views of unsharded parameters among ``tensors``, which forward has stored on modules."""
-        if self.unsharded.are_shards:
-            return
-        if views := {id(tensor) for tensor in tensors if self.unsharded.owns(tensor)}:
-            names = [
-                f"{type(module).__name__}.{name}"
-                for module in self.managed_modules
-                for name, value in vars(module).items()
-                if id(value) in views
-            ]
-            raise RuntimeError(
-                f"{listed(names)}: forward assigned a view of an unsharded parameter to this attribute. Its "
-                f"memory is freed after the forward of '{self.name}'. Keep a copy (.clone())."
-            )
 
     # --- ignored parameters -----------------------------------------------------------------------
 

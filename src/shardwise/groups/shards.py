@@ -67,6 +67,7 @@ class Shards:
         self._trained = [param.sharded.requires_grad for param in params]
         self._version_bases = [param.version_base for param in params]
         self._has_version_bases = any(self._version_bases)
+        self.are_frozen = not any(self._trained)
 
     def are_untouched(self, unsharded: Sequence[nn.Parameter]) -> bool:
         """True if each is registered where it was, over the same memory, with the same ``requires_grad``,

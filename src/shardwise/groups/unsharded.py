@@ -183,7 +183,10 @@ class Unsharded:
             return
         state = UNSHARD_STATES.get((self.state, "unshard")) or self._refuse("unshard")
         if self.state is SHARDED:  # from PARTLY, contents and versions are those of the all-gather before
-            self.versions = self._shards.versions()
+            versions = self._shards.versions()
+            if self.streams.are_device_streams and versions != self.versions and self._shards.are_frozen:
+                self.streams.all_gather.wait_for_compute()  # no optimizer has changed them: forward may have
+            self.versions = versions
         if self.observer is not None:
             self.observer("unshard", self._shards.name)
         stream, buckets = self.streams.all_gather, self.buckets
@@ -360,6 +363,24 @@ class Unsharded:
             return []
         rows = zip(self._shards.params, self.versions, strict=True)
         return [param.fqn for param, version in rows if param.version() != version]
+
+    def follow_frozen(self, full: Tensor) -> None:
+        """A module is about to use ``full``, which is frozen: refuse it if forward has changed its shard, or
+        adopt the change if it is the shard."""
+        index = next((i for i, each in enumerate(self.full_params) if each is full), None)
+        if index is None:  # of another group, to which it is tied
+            return
+        param = self._shards.params[index]
+        if (version := param.version()) == self.versions[index]:
+            return
+        if not self.are_shards:
+            raise RuntimeError(
+                f"{param.fqn}: changed after '{self._shards.name}' was unsharded, so that its module would "
+                "compute with the old values. Call fully_shard on the module that forward changes, before "
+                "the module around it; or change weights between forwards."
+            )
+        self.versions[index] = version
+        autograd.set_versions((self.full_params[index],), (version,))
 
     def refuse_changed_shards(self) -> None:
         """Refuse a backward of weights that were changed after forward used them."""

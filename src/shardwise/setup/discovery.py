@@ -96,23 +96,24 @@ class Found:
 
 def _refuse_shared_memory(params: Mapping[nn.Parameter, Sequence[Site]]) -> None:
     """Refuse two parameters over the same memory: each would get shards of its own."""
-    found: dict[int, str] = {}
+    found: dict[int, nn.Parameter] = {}
     for param, sites in params.items():
         content = dtensor.plain(param)
-        if type(content) in (Tensor, nn.Parameter) and tensor_impl.has_memory(content):
-            first = found.setdefault(content.data_ptr(), sites[0].fqn) if content.numel() else sites[0].fqn
-            if first != sites[0].fqn:
-                raise ValueError(
-                    f"{first} and {sites[0].fqn} are two parameters over the same memory. Sharded they would "
-                    "be trained apart. Assign one parameter to both places to tie them, or clone one."
-                )
+        if type(content) not in (Tensor, nn.Parameter) or not tensor_impl.has_memory(content):
+            continue
+        first = found.setdefault(content.data_ptr(), param) if content.numel() else param
+        if first is not param and (first.requires_grad or param.requires_grad) and content.data_ptr():
+            raise ValueError(
+                f"{params[first][0].fqn} and {sites[0].fqn} are two parameters over the same memory. Sharded "
+                "they would be trained apart. Assign one parameter to both places to tie them, or clone one."
+            )
 
 
 def _check_param(param: nn.Parameter, where: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotImplementedError(
-            f"{where} is in a module that torch.jit compiled, whose code does not read what is put in its "
-            "place. Shard the module that it was compiled from."
+            f"{where} is in a module that torch.jit compiled, whose code would not see the parameter that "
+            "replaces this one. Shard the module that it was compiled from."
         )
     if nn.parameter.is_lazy(param):
         raise ValueError(

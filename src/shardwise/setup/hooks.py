@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.arguments import check_type
 from shardwise.engine.forward import after_forward, before_forward
@@ -25,7 +25,7 @@ from shardwise.layout.fqns import joined
 from shardwise.params.initial_values import record_full_load
 from shardwise.params.parameter import name_of_replaced
 from shardwise.torch_compat import dynamo, nn_modules
-from shardwise.torch_compat.dtensor import local_tensor
+from shardwise.torch_compat.dtensor import plain
 from shardwise.torch_compat.tensor_impl import version
 
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -45,8 +45,9 @@ def explain_calls(group: ParameterGroup) -> None:
 class _Explained:
     """Calls the module; if that fails because parameters are sharded, the error explains it.
 
-    A forward may freeze or change a module that it is about to call. That reaches the shards, while full
-    parameters of the group are in use. Modules are changed as a whole, so one parameter tells.
+    Before the call it adopts freezing, and refuses frozen weights that changed since the group was unsharded:
+    both reach the shards, while full parameters are in use. It looks at one parameter only, since modules are
+    frozen and averaged as a whole.
     """
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
@@ -57,34 +58,18 @@ class _Explained:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown, one = self._module.__dict__, self._one
         registered: Any = self._module._parameters
-        if one in shown and one in registered:
+        if one in shown and one in registered and registered[one] is not None:
             full, sharded = shown[one], registered[one]
             if full.requires_grad is not sharded.requires_grad:
                 self._group.adopt_freezing()
-            elif not full.requires_grad:
-                _check_unchanged(full, sharded, self._module, self._group)
+            elif not full.requires_grad and version(full) != version(sharded) + version(plain(sharded)):
+                self._group.unsharded.follow_frozen(full)
         try:
             return self._module._call_impl(*args, **kwargs)
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
             _raise_explained(self._module, self._group, error)
-
-
-def _check_unchanged(full: Tensor, sharded: Tensor, module: nn.Module, group: ParameterGroup) -> None:
-    """Refuse frozen weights that forward changes, such as averages, unless the full ones are the shards."""
-    if version(full) == version(sharded) + version(local_tensor(sharded)):
-        return
-    if group.unsharded.are_shards:
-        group.unsharded.sync_versions()
-        return
-    own = {param.fqn for param in group.shards.params if any(site.module is module for site in param.sites)}
-    if names := [fqn for fqn in group.unsharded.shards_changed() if fqn in own]:
-        raise RuntimeError(
-            f"{', '.join(names)}: changed after '{group.name}' was unsharded, by the forward that now calls "
-            f"{type(module).__name__}, which would compute with the old values. Call fully_shard on this "
-            f"{type(module).__name__}, before the module around it; or change weights between forwards."
-        )
 
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:

@@ -206,8 +206,8 @@ def inference(model: nn.Module, *, budget_bytes: int | None = None) -> Iterator[
     Runs without gradients. The parameters are unsharded on entry, in their compute dtype, and modules show
     them until the end. Methods that call parts of the model therefore see them, such as a ``generate`` that
     begins with the encoder. ``parameters()`` and ``state_dict()`` show the shards. Do not change weights
-    inside: changes that torch counts raise an error, others (``.data``, foreach operations on DTensors) are
-    not seen until the end.
+    inside. For groups that are kept, changes that torch counts raise an error at the next forward; others
+    (``.data``, foreach operations on DTensors) are ignored until the end.
 
     Ranks may call ``model`` different numbers of times, for example to generate different numbers of tokens:
     a rank that leaves first takes part in the all-gathers of the others until all have left. If everything is
