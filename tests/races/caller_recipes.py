@@ -150,9 +150,7 @@ class Averaging(Tower):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.inlet(x))
         with torch.no_grad():
-            for average, weight in zip(
-                self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True
-            ):
+            for average, weight in zip(self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True):
                 average.lerp_(weight, 0.5)
         return self.outlet(self.blocks[2](self.blocks[1](x)))  # type: ignore[no-any-return]
 
