@@ -14,7 +14,7 @@ from custom_comms import ReduceScatter
 from expecttest import assert_expected_inline
 from harness import World
 from meshed import outcome, refusal
-from models import Tower, built, even_tower, random_batch, shard_tower
+from models import Tower, average_into, built, even_tower, random_batch, shard_tower
 from on_ranks import on_ranks
 from refusals import assert_says, wrapped
 from scenario import Side, same_as_plain
@@ -44,9 +44,7 @@ class Changing(nn.Module):
         if self.how == "frozen":
             self.twin.requires_grad_(False)
         else:
-            with torch.no_grad():
-                for average, weight in zip(self.twin.parameters(), self.first.parameters(), strict=True):
-                    average.lerp_(weight, 0.5)
+            average_into(self.twin, self.first)
         found = self.twin(found)
         if self.how == "frozen":
             self.twin.requires_grad_(True)
@@ -62,9 +60,7 @@ class Followed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.first(x) + self.twin(x)
-        with torch.no_grad():
-            for average, weight in zip(self.twin.parameters(), self.first.parameters(), strict=True):
-                average.lerp_(weight, 0.5)
+        average_into(self.twin, self.first)
         return found
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from custom_comms import Comms
 from models import WIDTH as SMALL_WIDTH
-from models import Tower
+from models import Tower, average_into
 from tensor_parallel import PLANS
 from tensor_parallel import Stack as ParallelStack
 from tensor_subclasses import RowScaled, TravelsLow, Wrapper
@@ -149,9 +149,7 @@ class Averaging(Tower):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.inlet(x))
-        with torch.no_grad():
-            for average, weight in zip(self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True):
-                average.lerp_(weight, 0.5)
+        average_into(self.blocks[2], self.blocks[1])
         return self.outlet(self.blocks[2](self.blocks[1](x)))  # type: ignore[no-any-return]
 
 

@@ -25,6 +25,13 @@ def shard_tower(model: nn.Module, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
+@torch.no_grad()
+def average_into(average: nn.Module, module: nn.Module) -> None:
+    """Move the weights of one halfway to those of the other, as momentum encoders do."""
+    for own, new in zip(average.parameters(), module.parameters(), strict=True):
+        own.lerp_(new, 0.5)
+
+
 def random_batch(step: int, size: int, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(size, width, generator=generator, dtype=torch.float64).to(dtype)

@@ -101,8 +101,10 @@ def _refuse_shared_memory(params: Mapping[nn.Parameter, Sequence[Site]]) -> None
         content = dtensor.plain(param)
         if type(content) not in (Tensor, nn.Parameter) or not tensor_impl.has_memory(content):
             continue
-        first = found.setdefault(content.data_ptr(), param) if content.numel() else param
-        if first is not param and (first.requires_grad or param.requires_grad) and content.data_ptr():
+        if not content.numel() or not (address := content.data_ptr()):
+            continue
+        first = found.setdefault(address, param)
+        if first is not param and (first.requires_grad or param.requires_grad):
             raise ValueError(
                 f"{params[first][0].fqn} and {sites[0].fqn} are two parameters over the same memory. Sharded "
                 "they would be trained apart. Assign one parameter to both places to tie them, or clone one."

@@ -36,13 +36,13 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 def explain_calls(group: ParameterGroup) -> None:
     """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
-    dynamo.skip_frame(_Explained.__call__)
+    dynamo.skip_frame(_CallExplainer.__call__)
     for module in group.managed_modules:
         if module not in group.modules and any(p is not None for p in nn_modules.parameters(module).values()):
-            nn_modules.call_through(module, _Explained(module, group))
+            nn_modules.call_through(module, _CallExplainer(module, group))
 
 
-class _Explained:
+class _CallExplainer:
     """Calls the module; if that fails because parameters are sharded, the error explains it.
 
     Before the call it adopts freezing, and refuses frozen weights that changed since the group was unsharded:
@@ -94,9 +94,6 @@ def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeErr
     ) from None
 
 
-_WRAPPED = "_shardwise_methods"
-
-
 # --- the hooks ------------------------------------------------------------------------------------
 
 
@@ -140,6 +137,9 @@ def _after_load(module_state: ModuleState, module: nn.Module, incompatible_keys:
     module_state.group.adopt_when_moved()
     if not incompatible_keys.missing_keys:
         module_state.group.partly_loaded = None
+
+
+_WRAPPED = "_shardwise_methods"
 
 
 def wrap_method(module: nn.Module, name: str, module_state: ModuleState) -> None:
