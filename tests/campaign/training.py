@@ -44,7 +44,8 @@ class Run:
     def make_optimizer(self, foreach: bool | None = False) -> torch.optim.Optimizer:
         params, name = list(self.model.parameters()), self.draw["optimizer"]
         if name.startswith("adamw"):
-            return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=foreach)
+            # The bias of attention's keys has no gradient, only rounding: not to be divided by its own size.
+            return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3, foreach=foreach)
         return torch.optim.SGD(params, lr=0.05, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
     def loss(self) -> Tensor:

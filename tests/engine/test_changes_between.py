@@ -3,6 +3,7 @@
 Inside a forward, between it and its backward, while gradients wait, and where parameters join.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from refusals import assert_says, wrapped
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.func import functional_call, vmap
 from towers import backward, sharded_tower
 
 import shardwise
@@ -141,6 +143,116 @@ def test_a_forward_that_changes_weights_inside_inference_is_refused() -> None:
         model.how = "averaged"
         refused = refusal(partial(model, random_batch(1, 4)))
     assert_says(refused, "RuntimeError: twin", "changed by a forward", "inference()", "between forwards")
+
+
+class FreezesItsScale(nn.Module):
+    def __init__(self, to: bool) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8), requires_grad=not to)
+        self.to, self.calls = to, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.scale.requires_grad_(self.to)
+        return self.linear(x) * self.scale
+
+
+@same_as_plain(1, 2)
+def test_a_forward_may_freeze_its_own_weight_from_now_on(side: Side) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FreezesItsScale(False), FreezesItsScale(False)).double()
+    side.shard(*model, model)
+    side.steps(model, torch.optim.SGD(model.parameters(), 0.1), range(4))
+    side.note("trained", [param.requires_grad for param in model.parameters()])
+    side.note_parameters(model)
+
+
+@on_ranks(2)
+def test_a_forward_that_unfreezes_its_own_weight_is_refused() -> None:
+    model = fully_shard(FreezesItsScale(True).double())
+    for _ in range(2):
+        model(random_batch(0, 4)).sum().backward()
+    refused = refusal(partial(model, random_batch(1, 4)))
+    assert_says(refused, "RuntimeError: scale: forward has unfrozen", "module.requires_grad_(True)")
+    model.requires_grad_(True)
+    model(random_batch(1, 4)).sum().backward()
+    assert model.scale.grad is not None
+
+
+class Borrowing(nn.Module):
+    """Calls modules inside with weights that it has computed, in place of their own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.generate = how, nn.Linear(8, 64)
+        self.target: Any = nn.Linear(8, 8)
+        if how == "attention":  # which reads the weight of a module inside without calling it
+            self.target = nn.MultiheadAttention(8, 2, batch_first=True)
+        elif how == "recurrent":
+            self.target = nn.LSTM(8, 8)
+        elif how == "around":
+            self.target = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.generate(torch.ones_like(x[0])).view(8, 8)
+        if self.how == "detached":
+            given = {name: param.detach() for name, param in self.target.named_parameters()}
+            return functional_call(self.target, given, (torch.tanh(x @ made),)) - self.target(x)
+        if self.how == "ensemble":
+            stacked = torch.stack([made, self.target.weight])
+            run = vmap(lambda weight: functional_call(self.target, {"weight": weight}, (x,)))
+            return run(stacked).mean(0)
+        if self.how == "attention":
+            return functional_call(self.target, {"out_proj.weight": made}, (x[:, None],) * 3)[0][:, 0]
+        if self.how == "recurrent":
+            changed = {"weight_ih_l0": made.repeat(4, 1), "bias_hh_l0": 2 * self.target.bias_hh_l0}
+            return functional_call(self.target, changed, (x[None],))[0][0] + self.target(x[None])[0][0]
+        name = "0.weight" if self.how == "around" else "weight"
+        return functional_call(self.target, {name: made}, (x,)) + self.target(x)
+
+
+@pytest.mark.parametrize("how", ["computed", "detached", "ensemble", "attention", "recurrent", "around"])
+@same_as_plain(1, 2)
+def test_a_forward_may_call_its_modules_with_other_weights(side: Side, how: str) -> None:
+    """Hypernetworks, actors that do not train their critic, ensembles."""
+    torch.manual_seed(0)
+    model = Borrowing(how).double()
+    trained(side, side.shard(model))
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks(2)
+def test_other_weights_for_a_group_are_refused_also_while_it_is_in_memory(reshards: bool) -> None:
+    model = Borrowing("computed").double()
+    fully_shard(model.target, reshard_after_forward=reshards)
+    fully_shard(model)
+    model.forward = lambda x: model.target(x) + functional_call(model.target, {"weight": x}, (x,))
+    assert_says(refusal(partial(model, random_batch(0, 8))), "target.weight: the parameter was replaced")
+
+
+@on_ranks(2)
+def test_shards_for_a_module_in_forward_are_refused_if_they_are_to_be_trained() -> None:
+    """Their gradients would be those of one rank."""
+    model = fully_shard(Borrowing("computed").double())
+    given = {name: 2 * param for name, param in model.target.named_parameters()}
+    run = model.target
+    model.forward = lambda x: functional_call(run, given, (x,))
+    refused = refusal(partial(model, random_batch(0, 4)))
+    assert_says(
+        refused, "target.weight: functional_call inside the forward of 'Borrowing'", "self.layer.weight"
+    )
+
+
+@on_ranks(2)
+def test_a_module_that_is_copied_while_it_is_unsharded_is_refused() -> None:
+    """The copy would compute with the full parameters of that moment."""
+    model = fully_shard(Borrowing("computed").double())
+    model.forward = lambda x: copy.deepcopy(model.target)(x)
+    assert_says(
+        refusal(partial(model, random_batch(0, 4))), "copy.deepcopy of 'target'", "before fully_shard"
+    )
+    copy.deepcopy(model.target)  # of shards
 
 
 # --- between passes -------------------------------------------------------------------------------

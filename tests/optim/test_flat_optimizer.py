@@ -121,11 +121,10 @@ def test_every_kind_steps_as_in_plain_pytorch_and_as_on_dtensors_to_the_bit(
     """Its state also looks as on DTensors without it."""
     got = world2.run(trained_with_forms, kind.run())
     assert_all_same([values for values, _ in got], trained(kind.run(is_flat=False)), 1e-10)
-    if kind.name != "Rprop":  # DTensor lacks its masks (2.11 to 2.15)
-        # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
-        atol = 1e-13 if "fused" in kind.options else 0.0
-        on_dtensors = world2.run(trained_with_forms, kind.run(is_flat=False))
-        assert_equal(got, on_dtensors, "on DTensors", atol)
+    # Fused kernels on the CPU round the last few elements of a tensor otherwise than the others.
+    atol = 1e-13 if "fused" in kind.options else 0.0
+    on_dtensors = world2.run(trained_with_forms, kind.run(is_flat=False))
+    assert_equal(got, on_dtensors, "on DTensors", atol)
 
 
 # --- how models are sharded -----------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What moves the bytes: a back end, gloo's pairs, or nothing on a single rank; and those of a bucket."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -335,13 +337,11 @@ def make_communicator(pg: dist.ProcessGroup, device: torch.device) -> Communicat
 class CommOptions:
     """How a bucket communicates.
 
-    ``channel`` separates its messages from those of other buckets. ``reduce_pg`` is a process group only for
-    reductions. ``post_forward_axis``: the ranks that together keep the parameters after forward.
-    ``make_all_gather``, ``make_reduce_scatter`` and, over replicas, ``make_all_reduce`` make the caller's
-    collectives.
+    ``reduce_pg`` is a process group only for reductions. ``post_forward_axis``: the ranks that together keep
+    the parameters after forward. ``make_all_gather``, ``make_reduce_scatter`` and, over replicas,
+    ``make_all_reduce`` make the caller's collectives.
     """
 
-    channel: int = 0
     reduce_pg: dist.ProcessGroup | None = None
     post_forward_axis: Axis | None = None
     make_all_gather: Make | None = None
@@ -350,15 +350,28 @@ class CommOptions:
     force_sum: bool = False
 
 
+_channels: "WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = WeakKeyDictionary()
+
+
+def _next_channel(pg: dist.ProcessGroup | None) -> int:
+    """A number for each bucket on ``pg``, in the order in which its ranks make them.
+
+    All make the same ones in the same order, while two models may run in any order, even on two threads.
+    """
+    return 0 if pg is None else next(_channels.setdefault(pg, count()))
+
+
 class Communication:
     """The communicators of a bucket, made from its options.
 
     ``all_gather`` and ``reduce_scatter`` connect the ranks that share it, ``post_forward`` the few that keep
-    the parameters after forward, if any. ``over_replicas``: None without replicas.
+    the parameters after forward, if any. ``over_replicas``: None without replicas. ``channel`` separates its
+    messages from those of all other buckets on the process group, also of other models.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
         self.mesh = mesh
+        self.channel = _next_channel(mesh.shard_axis.pg)
         self.use(CommOptions())
 
     def use(self, options: CommOptions) -> None:
@@ -374,7 +387,9 @@ class Communication:
         self.post_forward: Communicator | None = None
         if options.post_forward_axis is not None:
             self.post_forward = make_communicator(options.post_forward_axis.pg, device)
-        self.use_channel(options.channel)
+        for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
+            if comm is not None:
+                comm.channel = self.channel
         self.force_sums(options.force_sum)
 
     def axes(self) -> list[Axis]:
@@ -385,13 +400,6 @@ class Communication:
         if options.post_forward_axis is not None:
             axes.append(options.post_forward_axis)
         return axes
-
-    def use_channel(self, channel: int) -> None:
-        """Separate this bucket's messages from those of other buckets. May be called at any time."""
-        self.options = replace(self.options, channel=channel)
-        for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
-            if comm is not None:
-                comm.channel = channel
 
     def force_sums(self, enable: bool) -> None:
         """Let the back end only sum, and divide afterwards. May be called at any time."""

@@ -14,6 +14,7 @@ Communication for Giant Model Training", 2023 (https://arxiv.org/abs/2306.10209)
 al., "1-Bit Stochastic Gradient Descent", 2014.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -208,8 +209,10 @@ class QuantizedCollectives(Communicator):
 
         ``unsent``: the row that is used without rounding.
         """
-        if place in self._left_out:
-            rows.add_(self._left_out[place])
+        if (error := self._left_out.get(place)) is not None:
+            # From a gradient of another size if it is above this one: a spike, whose step was skipped.
+            is_fit = ~(_largest(error) > _largest(rows))
+            rows.add_(torch.where(is_fit, error, 0.0))
         messages = codec.encode(rows)
         if self._has_feedback:
             lacking = rows - codec.decode(messages, torch.empty_like(rows))
@@ -231,6 +234,11 @@ class QuantizedCollectives(Communicator):
         waiting_for([c10d.all_gather(self._pg, gathered.view(-1), message.view(-1), False)])()
         sums = codec.decode(gathered, total.new_empty(self._world, share))
         tensor.copy_(sums.view(-1)[: tensor.numel()])
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest magnitude in each row, as a column."""
+    return torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True)
 
 
 def _offset(tensor: Tensor) -> int:

@@ -49,6 +49,7 @@ from shardwise.engine.unsharded_groups import AHEAD, CALLER, FOR_BACKWARD, FOR_E
 from shardwise.groups.gradients import Listener
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import DEFERRED, PENDING, REDUCING, UNSHARDED
+from shardwise.layout.fqns import listed
 from shardwise.ranks.failures import monitor_of_job
 from shardwise.torch_compat import autograd, dynamo
 from shardwise.torch_compat.autograd import outside_transforms, with_layers
@@ -87,6 +88,13 @@ def _has_run(nodes: CreatedNodes, gradients: Sequence[Tensor | None], _outputs: 
     if not torch.is_grad_enabled():
         return  # another backward through a retained graph
     made = [gradient for gradient in gradients if gradient is not None]
+    if any(map(autograd.is_batched, made)):
+        raise NotImplementedError(
+            f"{listed([group.name for group in nodes.mark().groups], 4)}: a backward with create_graph=True "
+            "and batched gradients (is_grads_batched=True, or vectorize=True of torch.autograd.functional) "
+            "hides the nodes that it creates, whose parameters would be freed. Use vectorize=False, or "
+            "torch.func.jacrev."
+        )
     if autograd.is_in_transform_or_forward_mode():
         made = with_layers(made)
     created: list[Any] = [gradient.grad_fn for gradient in made if gradient.grad_fn is not None]

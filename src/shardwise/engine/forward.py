@@ -36,7 +36,7 @@ from shardwise.engine.unsharded_groups import (
     IN_USE,
 )
 from shardwise.groups.group import ParameterGroup
-from shardwise.groups.states import PARTLY, SHARDED, UNSHARDED, UNSHARDING
+from shardwise.groups.states import PARTLY, SHARDED, SUMMONED, UNSHARDED, UNSHARDING
 from shardwise.layout.fqns import listed
 from shardwise.layout.nested import NotAContainer, find_tensors, is_not_none, map_tensors, replace_tensors
 from shardwise.ranks.failures import monitor_of_job
@@ -148,12 +148,15 @@ class ForwardPass:
         return call
 
     def _adopt_changes(self, group: ParameterGroup) -> None:
-        """Forward has changed or frozen shards of ``group`` since it was unsharded, perhaps ahead of use."""
+        """Forward has changed, replaced or frozen shards of ``group`` after it was unsharded."""
         held = self._root.unsharded_groups
+        if group.unsharded.state is SUMMONED:
+            return  # full parameters are registered, and to unshard is refused
         group.adopt_freezing()
-        if group.unsharded.are_shards:
+        replaced = group.shards.replaced()
+        if group.unsharded.are_shards and not replaced:
             group.unsharded.sync_versions()
-        elif changed := group.unsharded.shards_changed():
+        elif changed := replaced or group.unsharded.shards_changed():
             if group in held.accompanying or not self._root.ranks_run_alike:
                 raise RuntimeError(
                     f"{listed(changed, 4)}: changed by a forward after '{group.name}' was unsharded. Not all "

@@ -92,20 +92,17 @@ class LazyInit:
                 "plans. Run two or three iterations before the capture, on a side stream."
             )
         self.make_streams()
-        channel = 0
         for group in self._groups:
             group.attach(self.streams)
             group.adopt_protocols()
             for bucket in group.buckets:
                 axis = bucket.mesh.shard_axis
-                bucket.communication.use_channel(channel)
                 choices: dict[str, Any] = {
                     "reduce_pg": self.process_groups.for_reductions(group, axis.pg),
                     "post_forward_axis": self.process_groups.of_part(axis, group.settings.ranks_that_keep),
                 }
                 if bucket.communication.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
-                channel += 1
         self.is_complete = True
 
     def refuse_capture(self) -> None:

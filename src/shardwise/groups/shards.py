@@ -55,7 +55,7 @@ class Shards:
 
     def _look_at(self, params: Sequence[Param]) -> None:
         places = [(site, param) for param in params for site in param.sites]
-        self._modules = [site.module for site, _ in places]
+        self._registered = [nn_modules.parameters(site.module) for site, _ in places]
         self._names = [site.name for site, _ in places]
         self._standing = [param.sharded for _, param in places]
         self._sharded = [param.sharded for param in params]
@@ -64,24 +64,25 @@ class Shards:
             param.storage = tensor_impl.storage_address(param.sharded)
         self._storages = [param.storage for param in params]
         self._original_post_hooks = [param.original_post_hooks for param in params]
-        self._trained = [param.sharded.requires_grad for param in params]
+        self.trained = [param.sharded.requires_grad for param in params]
+        """``requires_grad`` of each."""
         self._version_bases = [param.version_base for param in params]
         self._has_version_bases = any(self._version_bases)
-        self.are_frozen = not any(self._trained)
+        self.are_frozen = not any(self.trained)
 
     def are_untouched(self, unsharded: Sequence[nn.Parameter]) -> bool:
         """True if each is registered where it was, over the same memory, with the same ``requires_grad``,
         which the ``unsharded`` parameters, if any, share."""
         if not self._is_known:
             return False
-        standing = map(dict.get, map(nn_modules.parameters, self._modules), self._names)
+        standing = map(dict.get, self._registered, self._names)
         with tensor_impl.plain_access():
             return (
                 all(map(is_, standing, self._standing))
                 and all(map(is_, map(dtensor.local_tensor, self._sharded), self._locals))
                 and list(map(tensor_impl.storage_address, self._sharded)) == self._storages
-                and list(map(_wants_gradient, self._sharded)) == self._trained
-                and (not unsharded or list(map(_wants_gradient, unsharded)) == self._trained)
+                and list(map(_wants_gradient, self._sharded)) == self.trained
+                and (not unsharded or list(map(_wants_gradient, unsharded)) == self.trained)
             )
 
     def refuse_assigned_data(self) -> None:
@@ -101,13 +102,16 @@ class Shards:
     def are_as_trainable(self) -> bool:
         """True if none was frozen or unfrozen."""
         with tensor_impl.plain_access():
-            return list(map(_wants_gradient, self._sharded)) == self._trained
+            return list(map(_wants_gradient, self._sharded)) == self.trained
 
     def are_as(self, versions: list[int]) -> bool:
-        """True if their ``versions`` are these, and none was frozen or unfrozen. One call, to save time."""
+        """True if their ``versions`` are these, and none was replaced, frozen or unfrozen."""
+        standing = map(dict.get, self._registered, self._names)
         version = tensor_impl.version
         with tensor_impl.plain_access():
-            if list(map(_wants_gradient, self._sharded)) != self._trained:
+            if not all(map(is_, standing, self._standing)):
+                return False
+            if list(map(_wants_gradient, self._sharded)) != self.trained:
                 return False
             counted = map(add, map(version, self._sharded), map(version, self._locals))
             return list(map(add, counted, self._version_bases)) == versions
@@ -141,6 +145,10 @@ class Shards:
         for param, new in replacements:
             if new is not None:
                 param.adopt(new)
+
+    def replaced(self) -> list[str]:
+        """Names of parameters that the caller has replaced by ones sharded alike; refuses others."""
+        return [param.fqn for param in self.params if param.find_replacement() is not None]
 
     def are_all_here(self) -> bool:
         """True if the modules hold shards on the group's devices, and tied ones are the same object."""

@@ -9,11 +9,12 @@ by.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.arguments import check_type
 from shardwise.engine.forward import after_forward, before_forward
@@ -23,9 +24,9 @@ from shardwise.groups.group import ParameterGroup
 from shardwise.groups.states import SUMMONED
 from shardwise.layout.fqns import joined
 from shardwise.params.initial_values import record_full_load
-from shardwise.params.parameter import name_of_replaced
+from shardwise.params.parameter import Param, name_of_replaced
 from shardwise.torch_compat import dynamo, nn_modules
-from shardwise.torch_compat.dtensor import plain
+from shardwise.torch_compat.dtensor import local_tensor, plain
 from shardwise.torch_compat.tensor_impl import version
 
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -37,9 +38,13 @@ _MIXED = "mixed torch.Tensor and DTensor"
 def explain_calls(group: ParameterGroup) -> None:
     """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
     dynamo.skip_frame(_CallExplainer.__call__)
+    places: dict[nn.Module, list[tuple[str, Param]]] = {}
+    for param in group.shards.params:
+        for site in param.sites:
+            places.setdefault(site.module, []).append((site.name, param))
     for module in group.managed_modules:
         if module not in group.modules and any(p is not None for p in nn_modules.parameters(module).values()):
-            nn_modules.call_through(module, _CallExplainer(module, group))
+            nn_modules.call_through(module, _CallExplainer(module, group, places))
 
 
 class _CallExplainer:
@@ -47,19 +52,36 @@ class _CallExplainer:
 
     Before the call it adopts freezing, and refuses frozen weights that changed since the group was unsharded:
     both reach the shards, while full parameters are in use. It looks at one parameter only, since modules are
-    frozen and averaged as a whole.
+    frozen and averaged as a whole. It looks at all for tensors that ``torch.func.functional_call`` has put in
+    place of shards, and lets the modules see those.
+
+    ``places``: where modules hold the parameters of ``group``.
     """
 
-    def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ParameterGroup,
+        places: Mapping[nn.Module, Sequence[tuple[str, Param]]],
+    ) -> None:
         self._module = module
         self._group = group
-        self._one = next(name for name, p in nn_modules.parameters(module).items() if p is not None)
+        self._places = [
+            (each.__dict__, nn_modules.parameters(each), name, param)
+            for each in module.modules()
+            for name, param in places.get(each, ())
+        ]
+        own = places.get(module, ())
+        self._one = own[0][0] if own else ""  # its parameters may belong to another group, or to none
+        self._first: Any = own[0][1] if own else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown, one = self._module.__dict__, self._one
-        registered: Any = self._module._parameters
-        if one in shown and one in registered and registered[one] is not None:
-            full, sharded = shown[one], registered[one]
+        if one in shown:
+            for _, registered, name, param in self._places:
+                if name not in registered or registered[name] is not param.sharded:
+                    return self._call_with_replaced(args, kwargs)
+            full, sharded = shown[one], self._first.sharded
             if full.requires_grad is not sharded.requires_grad:
                 self._group.adopt_freezing()
             elif not full.requires_grad and version(full) != version(sharded) + version(plain(sharded)):
@@ -70,6 +92,30 @@ class _CallExplainer:
             if _MIXED not in str(error):
                 raise
             _raise_explained(self._module, self._group, error)
+
+    def _call_with_replaced(self, args: Any, kwargs: Any) -> Any:
+        hidden: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for shown, registered, name, param in self._places:
+                given = registered.get(name)
+                if name in shown and given is not param.sharded:
+                    hidden.append((shown, name, full := shown.pop(name)))
+                    if isinstance(given, DTensor):
+                        shown[name] = self._unsharded_like(given, param, full)
+            return self._module._call_impl(*args, **kwargs)
+        finally:
+            for shown, name, full in hidden:
+                shown[name] = full
+
+    def _unsharded_like(self, given: DTensor, param: Param, full: Tensor) -> Tensor:
+        """``full``, if ``given`` is the shard, detached."""
+        if given.requires_grad or local_tensor(given).data_ptr() != local_tensor(param.sharded).data_ptr():
+            raise RuntimeError(
+                f"{param.fqn}: functional_call inside the forward of '{self._group.name}' was given a "
+                "DTensor, but modules compute with full parameters. parameters() gives shards, also there: "
+                "take the weights that you pass from the modules that own them (self.layer.weight)."
+            )
+        return full.detach()
 
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwise.arguments import check_flags, check_type, describe
 from shardwise.comm.buffers import ShardStorage
-from shardwise.engine.module_state import under_compile
+from shardwise.engine.module_state import sharded_module_states, under_compile
 from shardwise.fsdp_module import FSDPModule
 from shardwise.groups.group import ParameterGroup
 from shardwise.groups.managed_modules import owner_of
@@ -45,6 +45,12 @@ def check_modules(module: Any) -> list[nn.Module]:
                     f"fully_shard: in the list, {class_name(other)} at [{other_index}] is inside "
                     f"{class_name(each)} at [{index}]. The modules of one group must lie beside each "
                     "other; leave the inner one out."
+                )
+        for module_state in sharded_module_states(each):
+            if not module_state.root.ranks_run_alike:
+                raise RuntimeError(
+                    f"fully_shard: {module_state.group.name}, which is inside {class_name(each)}, is in "
+                    "inference(). Leave that first."
                 )
     return modules
 

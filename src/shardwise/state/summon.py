@@ -306,7 +306,7 @@ def all_gather_tensors(bucket: Bucket, flat: Tensor, layout: Layout) -> list[Ten
         buffer.bytes.copy_(flat)
     else:
         comm = make_communicator(mesh.shard_axis.pg, mesh.device)
-        comm.channel = bucket.communication.options.channel
+        comm.channel = bucket.communication.channel
         all_gather = AllGather(comm, layout, buffer)
         all_gather.start(HostStream(), all_gather.cut(flat))()
     return [buffer.unsharded_tensor(slot) for slot in layout.slots]

@@ -225,6 +225,11 @@ def is_in_transform_or_forward_mode() -> bool:
     return is_in_transform() or is_in_forward_mode()
 
 
+is_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+"""Whether a gradient stands for several, as with ``is_grads_batched=True``. What it wraps is hidden, its node
+as well."""
+
+
 without_transforms: Callable[[], AbstractContextManager[Any]] = (
     pyfunctorch.temporarily_clear_interpreter_stack
 )

@@ -6,6 +6,7 @@ public function tells that a call is over.
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,22 +27,24 @@ def frame_of_call() -> FrameType | None:
 
 
 def is_running(call: FrameType) -> bool:
-    """True if ``call`` is the frame of a caller of ours."""
+    """True if ``call`` is the frame of a caller of ours, or of another thread, which may wait for ours."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None or any(frame is call for frame in _frames_of_all_threads())
 
 
 def runs_in_any_thread(code: CodeType) -> bool:
     """True if a thread of this process is inside of the function that ``code`` belongs to."""
+    return any(frame.f_code is code for frame in _frames_of_all_threads())
+
+
+def _frames_of_all_threads() -> Iterator[FrameType]:
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
         while frame is not None:
-            if frame.f_code is code:
-                return True
+            yield frame
             frame = frame.f_back
-    return False
 
 
 def handled_exceptions() -> dict[int, BaseException | None]:
