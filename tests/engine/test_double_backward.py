@@ -4,6 +4,7 @@ And of passes inside of a backward: nothing is freed that something around them 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from events import events_of
 from failure_models import Chain, block
 from meshed import refusal
-from models import WIDTH, built, even_tower
+from models import WIDTH, built, even_tower, shard_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
+from refusals import assert_says
 from scenario import Side, same_as_plain
 from torch import Tensor, nn
+from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import CommPolicy
@@ -115,6 +118,18 @@ def test_a_gradient_penalty_trains_as_without_sharding(
     """Beside another loss, or as all of it."""
     model = side.shard_tower(built(Chain, *[block] * depth), reshard_after_forward=reshard)
     side.steps(model, adamw(model), range(2), loss)
+
+
+@on_ranks(2)
+def test_batched_gradients_that_create_a_graph_are_refused() -> None:
+    """Tensors that stand for several hide the nodes that have made them."""
+    model, point = shard_tower(built(even_tower)), torch.ones(2, 8).double()
+    derive = partial(jacobian, lambda x: model(x).sum(0), point, vectorize=True)
+    refused = refusal(partial(derive, create_graph=True))
+    assert_says(
+        refused, "NotImplementedError: ", "vectorize=True", "Use vectorize=False, or torch.func.jacrev"
+    )
+    torch.testing.assert_close(derive(), jacobian(lambda x: model(x).sum(0), point), rtol=0, atol=1e-12)
 
 
 @same_as_plain(2)

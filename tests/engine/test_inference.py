@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 ZERO3 = Plan("zero3", 2)
 BUDGETS = (None, 0, 4000)  # a block of the uneven tower has 1728 bytes, all of it 5696
@@ -450,6 +450,17 @@ def test_what_it_keeps_unsharded_is_not_resharded_inside() -> None:
         found = model(random_batch(0, 2, 7))
     assert message.startswith("RuntimeError: reshard: blocks.1 is kept unsharded by inference()")
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@on_ranks(2)
+def test_no_module_is_sharded_around_it(budget: int | None) -> None:
+    """The new root would not know what is kept."""
+    inner, _ = trained(ZERO3, steps=0)
+    model = nn.Sequential(inner, nn.Linear(1, 2).double())
+    with shardwise.inference(inner, budget_bytes=budget):
+        assert_says(refusal(partial(fully_shard, model)), "RuntimeError: fully_shard: ", "in inference()")
+    fully_shard(model)(random_batch(0, 2, 7)).sum().backward()
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

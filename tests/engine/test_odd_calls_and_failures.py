@@ -5,15 +5,19 @@ bad batch.
 """
 
 import copy
+import queue
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from failure_models import Chain, CheckpointedTower, Constrained, Failure, Fragile, block, fragile_tower
 from meshed import refusal
-from models import built, even_tower, random_batch
+from models import built, even_tower, random_batch, shard_tower
 from on_ranks import on_ranks
 from reference import adamw, mean_of_squares
 from scenario import BATCH_SIZE, Side, same_as_plain
@@ -22,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard
+from shardwise.engine.module_state import module_state_of
 
 # --- calls in any order, and several roots --------------------------------------------------------
 
@@ -52,6 +57,67 @@ def test_a_block_may_be_called_alone_at_any_time(side: Side) -> None:
     with torch.no_grad():
         side.note_rows("after", second(side.inputs(7)))
     side.steps(model, optimizer, [8])
+
+
+class OnAThread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(self.one, x).result()
+        return self.scale * self.other(x) * found
+
+
+@same_as_plain(2)
+def test_a_forward_may_wait_for_a_block_on_another_thread(side: Side) -> None:
+    model = built(OnAThread)
+    side.shard(model.one, model.other, model)
+    side.steps(model, adamw(model), range(3))
+    side.assert_settled(model)
+
+
+@same_as_plain(2)
+def test_a_thread_may_encode_batches_while_another_model_trains(side: Side) -> None:
+    """Their collectives interleave otherwise on each rank, so each needs messages of its own."""
+    encoder, model = built(even_tower, seed=1).requires_grad_(False), built(even_tower)
+    for each in (encoder, model):
+        side.shard_tower(each)
+        each(side.inputs(0))  # ranks compare plans, on the main thread
+    encoded: queue.Queue[Tensor] = queue.Queue(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def encode() -> None:
+        for step in range(40):
+            encoded.put(encoder(side.inputs(step)))
+
+    thread = Thread(target=encode)
+    thread.start()
+    for step in range(40):
+        (model(side.inputs(step)) - encoded.get()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    thread.join()
+    side.note_parameters(model)
+
+
+@on_ranks(2)
+def test_models_on_one_process_group_have_messages_of_their_own() -> None:
+    """So ranks that run them in different orders wait for each other, rather than mixing their shards."""
+    if dist.get_rank() == 1:
+        shard_tower(built(even_tower))  # never run: what one rank does alone does not count
+    models = [shard_tower(built(even_tower)) for _ in range(2)]
+    buckets = [group.buckets[0] for model in models for group in module_state_of(model).root.groups]
+    for model in models:
+        model(random_batch(0, 2)).sum().backward()
+    channels = [bucket.communication.all_gather.channel for bucket in buckets]
+    assert len(set(channels)) == len(buckets)
+    assert channels == [bucket.communication.reduce_scatter.channel for bucket in buckets]
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, channels)
+    assert everywhere == [channels] * 2
 
 
 @same_as_plain(2)

@@ -567,6 +567,23 @@ def test_error_feedback_begins_anew_where_numbers_lie_elsewhere() -> None:
     assert torch.equal(full(model.bias.grad), torch.full((6,), 4.0, dtype=torch.bfloat16))
 
 
+def spike_reduced(strategy: str) -> list[Tensor]:
+    """Of the second step: the gradient before it was a million times as large."""
+    model, _ = given(strategy, VECTOR)
+    register_comm_hook(model, None, QuantizedReduction(block_size=BLOCK))
+    given_here = vector_to_give(dist.get_rank()).view(VECTOR)
+    reduce_given(model, [1e6 * given_here])
+    return reduce_given(model, [given_here])
+
+
+@seats((2, "zero3"), (2, "ddp"), (4, "hybrid"))
+def test_a_spike_whose_step_is_skipped_leaves_no_error(world: World, strategy: str) -> None:
+    vectors = vectors_to_give(world)
+    step = vectors.abs().max().item() / 127
+    for (got,) in world.run(spike_reduced, strategy):
+        assert (got.flatten() - vectors.mean(0)).abs().max() <= 1.1 * step
+
+
 @seats((3, "zero3"), (2, "ddp"))
 def test_error_feedback_lets_no_bias_grow(world: World, strategy: str) -> None:
     """What one step leaves out comes in the next: the sum stays near the truth however long it runs."""

@@ -1,12 +1,10 @@
 """What moves the bytes: a back end, gloo's pairs, or nothing on a single rank; and those of a bucket."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -350,28 +348,17 @@ class CommOptions:
     force_sum: bool = False
 
 
-_channels: "WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = WeakKeyDictionary()
-
-
-def _next_channel(pg: dist.ProcessGroup | None) -> int:
-    """A number for each bucket on ``pg``, in the order in which its ranks make them.
-
-    All make the same ones in the same order, while two models may run in any order, even on two threads.
-    """
-    return 0 if pg is None else next(_channels.setdefault(pg, count()))
-
-
 class Communication:
     """The communicators of a bucket, made from its options.
 
     ``all_gather`` and ``reduce_scatter`` connect the ranks that share it, ``post_forward`` the few that keep
     the parameters after forward, if any. ``over_replicas``: None without replicas. ``channel`` separates its
-    messages from those of all other buckets on the process group, also of other models.
+    messages from those of other buckets.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
         self.mesh = mesh
-        self.channel = _next_channel(mesh.shard_axis.pg)
+        self.channel = 0
         self.use(CommOptions())
 
     def use(self, options: CommOptions) -> None:
@@ -387,9 +374,7 @@ class Communication:
         self.post_forward: Communicator | None = None
         if options.post_forward_axis is not None:
             self.post_forward = make_communicator(options.post_forward_axis.pg, device)
-        for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
-            if comm is not None:
-                comm.channel = self.channel
+        self.use_channel(self.channel)
         self.force_sums(options.force_sum)
 
     def axes(self) -> list[Axis]:
@@ -400,6 +385,13 @@ class Communication:
         if options.post_forward_axis is not None:
             axes.append(options.post_forward_axis)
         return axes
+
+    def use_channel(self, channel: int) -> None:
+        """Separate this bucket's messages from those of other buckets. May be called at any time."""
+        self.channel = channel
+        for comm in (self.all_gather, self.reduce_scatter, self.post_forward):
+            if comm is not None:
+                comm.channel = channel
 
     def force_sums(self, enable: bool) -> None:
         """Let the back end only sum, and divide afterwards. May be called at any time."""

@@ -320,6 +320,8 @@ class PlanCheck:
         """Whether ranks have agreed on the current plan, as far as this rank knows it."""
         self.has_compared = False
         """Whether the initial values of the parameters were compared."""
+        self.number = 0
+        """Which comparison of these ranks was the first of this model, so the same on all; 0: none yet."""
         self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # the last plan agreed on, by ranks
         self._trained: dict[Param, bool] = {}  # when all ranks last read it
         self._axes: list[Axis] = []
@@ -387,6 +389,7 @@ class PlanCheck:
             digest, loaded = digest_of(facts), loads.get(ranks, {})
             if ranks not in self._agreed:
                 self._compare(ranks, {**at_first[ranks], **loaded}, timeout)
+                self.number = self.number or monitor_of_job().comparisons[ranks]
             elif loaded or self._agreed[ranks][0] != digest:
                 self._compare(ranks, {**facts, **loaded}, timeout)
             self._agreed[ranks] = digest, facts
@@ -396,6 +399,7 @@ class PlanCheck:
     def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> None:
         self._wait.reason = self._change(ranks, facts)
         monitor, wait = monitor_of_job(), self._wait
+        monitor.comparisons[ranks] += 1
 
         def refuse_failed() -> None:
             if monitor.failure is not None:

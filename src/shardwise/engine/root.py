@@ -43,6 +43,9 @@ from shardwise.torch_compat import autograd, c10d
 # --- the setup before the first pass --------------------------------------------------------------
 
 
+_MOST_BUCKETS = 4096  # of a model whose messages cannot be taken for those of another
+
+
 class LazyInit:
     """Checks the ``groups`` of a root and makes its process groups and streams before the first pass.
 
@@ -56,6 +59,7 @@ class LazyInit:
         self._groups = groups
         self.is_complete = False
         self.process_groups = ProcessGroups(device)
+        self._first_channel = 0
 
     def refuse_unfit(self) -> None:
         """Check that the model can run."""
@@ -103,7 +107,19 @@ class LazyInit:
                 }
                 if bucket.communication.would_change(choices):
                     group.replan(partial(Bucket.communicate, **choices), bucket)
+        self._use_channels()
         self.is_complete = True
+
+    def separate_messages(self, number: int) -> None:
+        """Separate messages from those of models with other numbers: ranks may run models in any order."""
+        self._first_channel = number * _MOST_BUCKETS
+        if self.is_complete:
+            self._use_channels()
+
+    def _use_channels(self) -> None:
+        buckets = [bucket for group in self._groups for bucket in group.buckets]
+        for channel, bucket in enumerate(buckets, self._first_channel):
+            bucket.communication.use_channel(channel)
 
     def refuse_capture(self) -> None:
         """Refuse what a CUDA graph cannot capture; CUDA would end the capture without a reason."""

@@ -106,10 +106,10 @@ class Shards:
 
     def are_as(self, versions: list[int]) -> bool:
         """True if their ``versions`` are these, and none was replaced, frozen or unfrozen."""
-        standing = map(dict.get, self._registered, self._names)
+        found = map(dict.get, self._registered, self._names)
         version = tensor_impl.version
         with tensor_impl.plain_access():
-            if not all(map(is_, standing, self._standing)):
+            if not all(map(is_, found, self._standing)):
                 return False
             if list(map(_wants_gradient, self._sharded)) != self.trained:
                 return False
