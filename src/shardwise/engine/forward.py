@@ -72,7 +72,7 @@ class ForwardPass:
             root.refuse_unfit()  # first; then ranks compare plans, and only then make process groups
         if torch.is_grad_enabled() and not root.plan_check.is_agreed:
             root.plan_check.agree()
-            root.lazy_init.separate_messages(root.plan_check.number)
+            root.lazy_init.separate_messages(root.plan_check.numbers)
         if root.finalization.handle is not None:
             root.finalization.refuse_pending(root.name, "a forward")
         if not is_ready:

@@ -87,10 +87,12 @@ def compare(
     facts: Facts,
     ranks: Sequence[int],
     device: OwnDevice,
+    number: int,
     timeout: timedelta,
     while_waiting: Callable[[], None],
-) -> None:
-    """Compare ``facts`` among ``ranks``, each of which calls this, with its ``device``.
+) -> int:
+    """Compare ``facts`` among ``ranks``, each of which calls this, with its ``device``; return the ``number``
+    that the first of them has given.
 
     ``while_waiting`` is called now and then, and may raise.
 
@@ -112,13 +114,15 @@ def compare(
         while_waiting()
 
     exchange = partial(_exchange, board, ranks, check)
-    problem, unlike = exchange("digests", [digest_of(facts), device], _compare_digests)
+    told = [digest_of(facts), device, number]
+    problem, unlike, agreed = exchange("digests", told, partial(_compare_digests, ranks[0]))
     if problem:
         raise RuntimeError(problem)
     if unlike:
         is_asked = dist.get_rank() in [each[0] for each in unlike]
         rows = [(*key, value) for key, value in facts.items()] if is_asked else None
         raise Unequal(exchange("facts", rows, partial(_compare_facts, unlike)))
+    return agreed  # type: ignore[no-any-return]
 
 
 def _exchange(
@@ -146,11 +150,13 @@ def _exchange(
         raise
 
 
-def _compare_digests(told: Mapping[int, Any]) -> tuple[str, list[list[int]]]:
-    """What is wrong with the devices; and the ranks of the first few digests, if there are several."""
-    by_digest = ranks_by_value((rank, digest) for rank, (digest, _) in told.items())
+def _compare_digests(first: int, told: Mapping[int, Any]) -> tuple[str, list[list[int]], int]:
+    """What is wrong with the devices; the ranks of the first few digests, if there are several; the number of
+    the ``first`` rank."""
+    by_digest = ranks_by_value((rank, digest) for rank, (digest, *_) in told.items())
     unlike = list(by_digest.values())[:_MOST_SHOWN] if len(by_digest) > 1 else []
-    return wrong_device({rank: OwnDevice(*device) for rank, (_, device) in told.items()}), unlike
+    devices = {rank: OwnDevice(*device) for rank, (_, device, _) in told.items()}
+    return wrong_device(devices), unlike, told[first][2]
 
 
 def _compare_facts(unlike: Sequence[Sequence[int]], told: Mapping[int, Any]) -> str:
@@ -203,6 +209,11 @@ Plan = dict[tuple[int, ...], dict[tuple[str, str], str]]
 # --- the plan -------------------------------------------------------------------------------------
 
 
+def ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
+    """All ranks of a mesh, in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
 def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, is_first: bool) -> Plan:
     """The plan of ``groups``.
 
@@ -217,7 +228,7 @@ def plan_of(groups: Sequence[ParameterGroup], trained: Mapping[Param, bool], *, 
     def facts_on(mesh: DeviceMesh) -> dict[tuple[str, str], str]:
         ranks = ranks_of.get(id(mesh))
         if ranks is None:
-            ranks = ranks_of[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            ranks = ranks_of[id(mesh)] = ranks_on(mesh)
         return plan.setdefault(ranks, {})
 
     for group in groups:
@@ -320,8 +331,8 @@ class PlanCheck:
         """Whether ranks have agreed on the current plan, as far as this rank knows it."""
         self.has_compared = False
         """Whether the initial values of the parameters were compared."""
-        self.number = 0
-        """Which comparison of these ranks was the first of this model, so the same on all; 0: none yet."""
+        self.numbers: dict[tuple[int, ...], int] = {}
+        """A number that tells this model from others of the same ranks, once these have agreed."""
         self._agreed: dict[tuple[int, ...], tuple[str, Facts]] = {}  # the last plan agreed on, by ranks
         self._trained: dict[Param, bool] = {}  # when all ranks last read it
         self._axes: list[Axis] = []
@@ -388,18 +399,17 @@ class PlanCheck:
         for ranks, facts in plan_of(groups, self._trained, is_first=False).items():
             digest, loaded = digest_of(facts), loads.get(ranks, {})
             if ranks not in self._agreed:
-                self._compare(ranks, {**at_first[ranks], **loaded}, timeout)
-                self.number = self.number or monitor_of_job().comparisons[ranks]
+                self.numbers[ranks] = self._compare(ranks, {**at_first[ranks], **loaded}, timeout)
             elif loaded or self._agreed[ranks][0] != digest:
                 self._compare(ranks, {**facts, **loaded}, timeout)
             self._agreed[ranks] = digest, facts
         for param in [param for group in groups for param in group.shards.params]:
             param.full_load = None
 
-    def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> None:
+    def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> int:
         self._wait.reason = self._change(ranks, facts)
         monitor, wait = monitor_of_job(), self._wait
-        monitor.comparisons[ranks] += 1
+        monitor.comparisons += 1
 
         def refuse_failed() -> None:
             if monitor.failure is not None:
@@ -407,7 +417,8 @@ class PlanCheck:
 
         try:
             with monitor.collective(wait):
-                compare(facts, ranks, self._own_device(), timeout, refuse_failed)
+                number, device = monitor.comparisons, self._own_device()
+                return compare(facts, ranks, device, number, timeout, refuse_failed)
         except Unequal as error:
             self._trained = {}  # read again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):

@@ -16,7 +16,7 @@ The root only knows whether passes run and what to drop; forward.py and backward
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from torch import nn
 from shardwise.buckets.bucket import Bucket
 from shardwise.comm.streams import CommStreams, current_stream, is_captured, nothing
 from shardwise.engine.calls import Call, CallStack, Outcome
-from shardwise.engine.plan_check import PlanCheck
+from shardwise.engine.plan_check import PlanCheck, ranks_on
 from shardwise.engine.reduction_queue import Finalization, GradientReductionHandle, ReductionQueue, room_for
 from shardwise.engine.unsharded_groups import CALLER, INFERENCE, Prefetch, UnshardedGroups
 from shardwise.groups.group import ParameterGroup
@@ -59,7 +59,7 @@ class LazyInit:
         self._groups = groups
         self.is_complete = False
         self.process_groups = ProcessGroups(device)
-        self._first_channel = 0
+        self._numbers: Mapping[tuple[int, ...], int] = {}
 
     def refuse_unfit(self) -> None:
         """Check that the model can run."""
@@ -110,16 +110,18 @@ class LazyInit:
         self._use_channels()
         self.is_complete = True
 
-    def separate_messages(self, number: int) -> None:
-        """Separate messages from those of models with other numbers: ranks may run models in any order."""
-        self._first_channel = number * _MOST_BUCKETS
+    def separate_messages(self, numbers: Mapping[tuple[int, ...], int]) -> None:
+        """Separate messages from those of other models, with other ``numbers``: ranks may run them in any
+        order."""
+        self._numbers = numbers
         if self.is_complete:
             self._use_channels()
 
     def _use_channels(self) -> None:
         buckets = [bucket for group in self._groups for bucket in group.buckets]
-        for channel, bucket in enumerate(buckets, self._first_channel):
-            bucket.communication.use_channel(channel)
+        for index, bucket in enumerate(buckets):
+            number = self._numbers.get(ranks_on(bucket.mesh.mesh), 0)
+            bucket.communication.use_channel(number * _MOST_BUCKETS + index)
 
     def refuse_capture(self) -> None:
         """Refuse what a CUDA graph cannot capture; CUDA would end the capture without a reason."""

@@ -88,7 +88,7 @@ class RankActivity:
         self.issuing: Wait | None = None  # the collective being given to the back end, which may block too
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # all possible waits
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
-        self.comparisons: Counter[tuple[int, ...]] = Counter()  # of plans, by the ranks that take part
+        self.comparisons = 0  # of plans, in which this rank has taken part
         self.steps = 0  # backwards that have begun
         self.phase = ""  # "forward", "backward"; outside both ""
         self.quiet_looks = 0  # looks of the monitor since the last change
