@@ -288,8 +288,8 @@ class QuantizedReduction:
     Args:
         block_size: elements in a block (default 256).
         error_feedback: True (default) adds the rounding error of each gradient to the next one, so that
-            errors do not accumulate over steps. An error above the next gradient is dropped: it is that of a
-            spike. Costs a bfloat16 copy of the full gradients on each rank.
+            errors do not accumulate over steps. An error larger than the next gradient is dropped, as left
+            over from a spike. Costs a bfloat16 copy of the full gradients on each rank.
 
     Raises:
         TypeError: ``block_size`` is not an int, or ``error_feedback`` is not a bool.

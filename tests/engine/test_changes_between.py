@@ -145,41 +145,6 @@ def test_a_forward_that_changes_weights_inside_inference_is_refused() -> None:
     assert_says(refused, "RuntimeError: twin", "changed by a forward", "inference()", "between forwards")
 
 
-class FreezesItsScale(nn.Module):
-    def __init__(self, to: bool) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8), requires_grad=not to)
-        self.to, self.calls = to, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 2:
-            self.scale.requires_grad_(self.to)
-        return self.linear(x) * self.scale
-
-
-@same_as_plain(1, 2)
-def test_a_forward_may_freeze_its_own_weight_from_now_on(side: Side) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(FreezesItsScale(False), FreezesItsScale(False)).double()
-    side.shard(*model, model)
-    side.steps(model, torch.optim.SGD(model.parameters(), 0.1), range(4))
-    side.note("trained", [param.requires_grad for param in model.parameters()])
-    side.note_parameters(model)
-
-
-@on_ranks(2)
-def test_a_forward_that_unfreezes_its_own_weight_is_refused() -> None:
-    model = fully_shard(FreezesItsScale(True).double())
-    for _ in range(2):
-        model(random_batch(0, 4)).sum().backward()
-    refused = refusal(partial(model, random_batch(1, 4)))
-    assert_says(refused, "RuntimeError: scale: forward has unfrozen", "module.requires_grad_(True)")
-    model.requires_grad_(True)
-    model(random_batch(1, 4)).sum().backward()
-    assert model.scale.grad is not None
-
-
 class Borrowing(nn.Module):
     """Calls modules inside with weights that it has computed, in place of their own."""
 

@@ -5,10 +5,8 @@ bad batch.
 """
 
 import copy
-import queue
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -77,30 +75,6 @@ def test_a_forward_may_wait_for_a_block_on_another_thread(side: Side) -> None:
     side.shard(model.one, model.other, model)
     side.steps(model, adamw(model), range(3))
     side.assert_settled(model)
-
-
-@same_as_plain(2)
-def test_a_thread_may_encode_batches_while_another_model_trains(side: Side) -> None:
-    """Their collectives interleave otherwise on each rank, so each needs messages of its own."""
-    encoder, model = built(even_tower, seed=1).requires_grad_(False), built(even_tower)
-    for each in (encoder, model):
-        side.shard_tower(each)
-        each(side.inputs(0))  # ranks compare plans, on the main thread
-    encoded: queue.Queue[Tensor] = queue.Queue(2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def encode() -> None:
-        for step in range(40):
-            encoded.put(encoder(side.inputs(step)))
-
-    thread = Thread(target=encode)
-    thread.start()
-    for step in range(40):
-        (model(side.inputs(step)) - encoded.get()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    thread.join()
-    side.note_parameters(model)
 
 
 @on_ranks(2)

@@ -584,6 +584,22 @@ def test_a_spike_whose_step_is_skipped_leaves_no_error(world: World, strategy: s
         assert (got.flatten() - vectors.mean(0)).abs().max() <= 1.1 * step
 
 
+def reduced_with_zeros_after(strategy: str) -> list[Tensor]:
+    model, _ = given(strategy, VECTOR)
+    register_comm_hook(model, None, QuantizedReduction(block_size=BLOCK))
+    given_here = vector_to_give(dist.get_rank()).view(VECTOR)
+    return [reduce_given(model, [each])[0] for each in (given_here, torch.zeros(VECTOR))]
+
+
+@seats((2, "zero3"), (3, "zero3"))
+def test_error_feedback_sends_what_is_left_with_a_gradient_of_zeros(world: World, strategy: str) -> None:
+    """As of an expert that gets tokens in every other batch."""
+    vectors = vectors_to_give(world)
+    step = vectors.abs().max().item() / 127
+    for first, second in world.run(reduced_with_zeros_after, strategy):
+        assert ((first + second).flatten() - vectors.mean(0)).abs().max() <= 0.05 * step
+
+
 @seats((3, "zero3"), (2, "ddp"))
 def test_error_feedback_lets_no_bias_grow(world: World, strategy: str) -> None:
     """What one step leaves out comes in the next: the sum stays near the truth however long it runs."""

@@ -209,10 +209,10 @@ class QuantizedCollectives(Communicator):
 
         ``unsent``: the row that is used without rounding.
         """
-        if (error := self._left_out.get(place)) is not None:
-            # From a gradient of another size if it is above this one: a spike, whose step was skipped.
-            is_fit = ~(_largest(error) > _largest(rows))
-            rows.add_(torch.where(is_fit, error, 0.0))
+        if place in self._left_out:
+            for begin, end, is_quantised in codec.ranges:
+                if is_quantised:
+                    _add_error(rows[:, begin:end], self._left_out[place][:, begin:end])
         messages = codec.encode(rows)
         if self._has_feedback:
             lacking = rows - codec.decode(messages, torch.empty_like(rows))
@@ -234,6 +234,17 @@ class QuantizedCollectives(Communicator):
         waiting_for([c10d.all_gather(self._pg, gathered.view(-1), message.view(-1), False)])()
         sums = codec.decode(gathered, total.new_empty(self._world, share))
         tensor.copy_(sums.view(-1)[: tensor.numel()])
+
+
+def _add_error(numbers: Tensor, error: Tensor) -> None:
+    """Add the error of the gradient before.
+
+    Not if it is larger than this whole gradient: then it is left over from a spike, whose step was probably
+    skipped. If the gradient is zero, the error is all that there is to send. NaNs stay NaNs.
+    """
+    largest = _largest(numbers)
+    is_fit = ~(_largest(error) > largest) | (largest == 0)
+    numbers.add_(torch.where(is_fit, error, 0.0))
 
 
 def _largest(rows: Tensor) -> Tensor:

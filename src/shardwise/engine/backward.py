@@ -88,9 +88,9 @@ def _has_run(nodes: CreatedNodes, gradients: Sequence[Tensor | None], _outputs: 
     if not torch.is_grad_enabled():
         return  # another backward through a retained graph
     made = [gradient for gradient in gradients if gradient is not None]
-    if any(map(autograd.is_batched, made)):
+    if any(map(autograd.is_batched, made)) and (groups := nodes.mark().groups):
         raise NotImplementedError(
-            f"{listed([group.name for group in nodes.mark().groups], 4)}: a backward with create_graph=True "
+            f"{listed([group.name for group in groups], 4)}: a backward with create_graph=True "
             "and batched gradients (is_grads_batched=True, or vectorize=True of torch.autograd.functional) "
             "hides the nodes that it creates, whose parameters would be freed. Use vectorize=False, or "
             "torch.func.jacrev."

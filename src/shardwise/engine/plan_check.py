@@ -409,7 +409,6 @@ class PlanCheck:
     def _compare(self, ranks: tuple[int, ...], facts: Facts, timeout: timedelta) -> int:
         self._wait.reason = self._change(ranks, facts)
         monitor, wait = monitor_of_job(), self._wait
-        monitor.comparisons += 1
 
         def refuse_failed() -> None:
             if monitor.failure is not None:
@@ -417,8 +416,8 @@ class PlanCheck:
 
         try:
             with monitor.collective(wait):
-                number, device = monitor.comparisons, self._own_device()
-                return compare(facts, ranks, device, number, timeout, refuse_failed)
+                number = self.numbers.get(ranks) or monitor.next_number()
+                return compare(facts, ranks, self._own_device(), number, timeout, refuse_failed)
         except Unequal as error:
             self._trained = {}  # read again once the caller has fixed it
             if f": {FULL_LOAD} is " in str(error):

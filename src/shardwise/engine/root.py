@@ -43,7 +43,7 @@ from shardwise.torch_compat import autograd, c10d
 # --- the setup before the first pass --------------------------------------------------------------
 
 
-_MOST_BUCKETS = 4096  # of a model whose messages cannot be taken for those of another
+_MOST_BUCKETS = 4093  # of a model; a prime, so that numbers of models do not repeat in the tags of gloo
 
 
 class LazyInit:

@@ -269,29 +269,11 @@ class ParameterGroup:
         self.trained_changed()
 
     def _sync_requires_grad(self) -> None:
-        """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these.
-
-        The other way round where forward has frozen an unsharded one: ``self.weight``.
-
-        Raises:
-            RuntimeError: it has unfrozen one, whose gradient nothing was to reduce.
-        """
-        for param, before in zip(self.shards.params, self.shards.trained, strict=False):
-            full, sharded = param.unsharded, param.sharded
-            if full is None or full.requires_grad == sharded.requires_grad:
-                continue
-            if sharded.requires_grad == before and full.requires_grad:
-                full.requires_grad_(False)
-                full.grad = None
-                raise RuntimeError(
-                    f"{param.fqn}: forward has unfrozen the unsharded parameter, too late for its gradient "
-                    "to be reduced. Unfreeze the module before its forward: module.requires_grad_(True)."
-                )
-            if sharded.requires_grad == before:
-                sharded.requires_grad_(False)
-            else:
-                full.requires_grad_(sharded.requires_grad)
-            self.plan_changed()
+        """Copy ``requires_grad`` of the shards to the unsharded parameters, and hook these."""
+        for param in self.shards.params:
+            if param.unsharded is not None and param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+                self.plan_changed()
         # Before the first unshard there are no unsharded parameters to hook.
         self.gradients.attach_hooks()
         self.shards.look()

@@ -29,14 +29,14 @@ class Owner:
         """A module that is copied without its group is free.
 
         Raises:
-            RuntimeError: its full parameters are shown, so that the copy would compute with theirs for good.
+            RuntimeError: its parameters are unsharded, and the copy would go on computing with these values.
         """
         group = memo.get(id(self.group))
         if group is None and self.group.unsharded.is_shown:
             raise RuntimeError(
                 f"copy.deepcopy of '{self.fqn}' while its group '{self.group.name}' is unsharded: the copy "
                 "would hold both shards and full parameters, and compute with the latter whatever becomes of "
-                "the former. Copy it before fully_shard, and shard the copy as well."
+                "the former. Copy it between forwards; or before fully_shard, and shard the copy as well."
             )
         return None if group is None else Owner(group, self.fqn)
 

@@ -64,11 +64,10 @@ class Shards:
             param.storage = tensor_impl.storage_address(param.sharded)
         self._storages = [param.storage for param in params]
         self._original_post_hooks = [param.original_post_hooks for param in params]
-        self.trained = [param.sharded.requires_grad for param in params]
-        """``requires_grad`` of each."""
+        self._trained = [param.sharded.requires_grad for param in params]
         self._version_bases = [param.version_base for param in params]
         self._has_version_bases = any(self._version_bases)
-        self.are_frozen = not any(self.trained)
+        self.are_frozen = not any(self._trained)
 
     def are_untouched(self, unsharded: Sequence[nn.Parameter]) -> bool:
         """True if each is registered where it was, over the same memory, with the same ``requires_grad``,
@@ -81,8 +80,8 @@ class Shards:
                 all(map(is_, standing, self._standing))
                 and all(map(is_, map(dtensor.local_tensor, self._sharded), self._locals))
                 and list(map(tensor_impl.storage_address, self._sharded)) == self._storages
-                and list(map(_wants_gradient, self._sharded)) == self.trained
-                and (not unsharded or list(map(_wants_gradient, unsharded)) == self.trained)
+                and list(map(_wants_gradient, self._sharded)) == self._trained
+                and (not unsharded or list(map(_wants_gradient, unsharded)) == self._trained)
             )
 
     def refuse_assigned_data(self) -> None:
@@ -102,7 +101,7 @@ class Shards:
     def are_as_trainable(self) -> bool:
         """True if none was frozen or unfrozen."""
         with tensor_impl.plain_access():
-            return list(map(_wants_gradient, self._sharded)) == self.trained
+            return list(map(_wants_gradient, self._sharded)) == self._trained
 
     def are_as(self, versions: list[int]) -> bool:
         """True if their ``versions`` are these, and none was replaced, frozen or unfrozen."""
@@ -111,7 +110,7 @@ class Shards:
         with tensor_impl.plain_access():
             if not all(map(is_, found, self._standing)):
                 return False
-            if list(map(_wants_gradient, self._sharded)) != self.trained:
+            if list(map(_wants_gradient, self._sharded)) != self._trained:
                 return False
             counted = map(add, map(version, self._sharded), map(version, self._locals))
             return list(map(add, counted, self._version_bases)) == versions

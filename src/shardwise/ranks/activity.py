@@ -8,7 +8,10 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+
+import torch.distributed as dist
 
 from shardwise.layout.mesh import Axis
 from shardwise.torch_compat import c10d
@@ -88,7 +91,7 @@ class RankActivity:
         self.issuing: Wait | None = None  # the collective being given to the back end, which may block too
         self.waits: weakref.WeakSet[Wait] = weakref.WeakSet()  # all possible waits
         self.calls: Counter[str] = Counter()  # public calls that communicate, by name
-        self.comparisons = 0  # of plans, in which this rank has taken part
+        self._numbers = count(1)  # of models
         self.steps = 0  # backwards that have begun
         self.phase = ""  # "forward", "backward"; outside both ""
         self.quiet_looks = 0  # looks of the monitor since the last change
@@ -109,6 +112,10 @@ class RankActivity:
         self._known[key] += 1
         wait.ordinal = self._known[key]
         self.waits.add(wait)
+
+    def next_number(self) -> int:
+        """A number that no other rank gives, and this one not again."""
+        return next(self._numbers) * dist.get_world_size() + dist.get_rank()
 
     def issue(self, wait: Wait) -> None:
         """Count a collective that ``wait`` will wait for."""

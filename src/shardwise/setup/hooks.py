@@ -37,7 +37,8 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 def explain_calls(group: ParameterGroup) -> None:
     """Let the modules that hold the parameters of ``group`` explain what a call outside of it lacks."""
-    dynamo.skip_frame(_CallExplainer.__call__)
+    for function in (_CallExplainer.__call__, _CallExplainer._call_with_replaced):
+        dynamo.skip_frame(function)
     places: dict[nn.Module, list[tuple[str, Param]]] = {}
     for param in group.shards.params:
         for site in param.sites:
@@ -52,8 +53,8 @@ class _CallExplainer:
 
     Before the call it adopts freezing, and refuses frozen weights that changed since the group was unsharded:
     both reach the shards, while full parameters are in use. It looks at one parameter only, since modules are
-    frozen and averaged as a whole. It looks at all for tensors that ``torch.func.functional_call`` has put in
-    place of shards, and lets the modules see those.
+    frozen and averaged as a whole. It checks all of them, however, for tensors that
+    ``torch.func.functional_call`` has put in place of shards, and lets the modules see those.
 
     ``places``: where modules hold the parameters of ``group``.
     """
@@ -78,14 +79,14 @@ class _CallExplainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shown, one = self._module.__dict__, self._one
         if one in shown:
-            for _, registered, name, param in self._places:
-                if name not in registered or registered[name] is not param.sharded:
-                    return self._call_with_replaced(args, kwargs)
             full, sharded = shown[one], self._first.sharded
             if full.requires_grad is not sharded.requires_grad:
                 self._group.adopt_freezing()
             elif not full.requires_grad and version(full) != version(sharded) + version(plain(sharded)):
                 self._group.unsharded.follow_frozen(full)
+            for _, registered, name, param in self._places:
+                if name not in registered or registered[name] is not param.sharded:
+                    return self._call_with_replaced(args, kwargs)
         try:
             return self._module._call_impl(*args, **kwargs)
         except RuntimeError as error:
@@ -100,7 +101,7 @@ class _CallExplainer:
                 given = registered.get(name)
                 if name in shown and given is not param.sharded:
                     hidden.append((shown, name, full := shown.pop(name)))
-                    if isinstance(given, DTensor):
+                    if isinstance(given, DTensor) and not _are_on_one_mesh(given, full):
                         shown[name] = self._unsharded_like(given, param, full)
             return self._module._call_impl(*args, **kwargs)
         finally:
@@ -116,6 +117,11 @@ class _CallExplainer:
                 "take the weights that you pass from the modules that own them (self.layer.weight)."
             )
         return full.detach()
+
+
+def _are_on_one_mesh(given: DTensor, full: Tensor) -> bool:
+    """True for tensors made from full parameters of tensor parallelism."""
+    return isinstance(full, DTensor) and given.device_mesh == full.device_mesh
 
 
 def _raise_explained(module: nn.Module, group: ParameterGroup, error: RuntimeError) -> NoReturn:

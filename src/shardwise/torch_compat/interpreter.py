@@ -27,7 +27,7 @@ def frame_of_call() -> FrameType | None:
 
 
 def is_running(call: FrameType) -> bool:
-    """True if ``call`` is the frame of a caller of ours, or of another thread, which may wait for ours."""
+    """True if the frame ``call`` is on the stack of any thread: ours, or one that may be waiting for ours."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back
